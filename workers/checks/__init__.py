@@ -1,0 +1,1 @@
+"""What a rank says about itself and its links."""

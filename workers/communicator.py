@@ -1,0 +1,181 @@
+"""The collectives a trial uses, over the ranks that this process hosts.
+
+`ProcessGroups` hosts one rank and talks to the others through torch.distributed; `VirtualRanks` hosts all of them
+in one process and adds in the order in which gloo adds. The sync phases are written once, against this interface, so
+that a golden vector, a virtual mesh of thousands and a live gang run through the same lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.errors import CollectiveError
+from workers.mesh import Members, MeshGroups
+
+
+class Moment(StrEnum):
+    """Where inside a collective a rank is; drills strike at one of them."""
+
+    BEFORE = "before"
+    IN = "in"
+    AFTER = "after"
+
+
+Interceptor = Callable[[Moment], None]
+
+
+class Communicator(Protocol):
+    """Collectives over groups given by their members' world ranks.
+
+    Tensor arguments map each *hosted* member's world rank to its tensor. Every member must call.
+    """
+
+    @property
+    def hosted(self) -> Members:
+        """World ranks that live in this process."""
+
+    def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """Sum flat buckets [N], N a multiple of the group's size, in place; only member i's i-th part is summed."""
+
+    def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
+        """Sum flat tensors [N] on every member, in place."""
+
+    def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """Fill every part of flat buckets [N] from the member that owns it, in place."""
+
+
+class ProcessGroups:
+    """One hosted rank over torch.distributed (gloo or NCCL)."""
+
+    def __init__(self, world_rank: int, groups: MeshGroups, intercept: Interceptor | None = None) -> None:
+        self._world_rank = world_rank
+        self._groups = groups
+        self.intercept = intercept
+
+    @property
+    def hosted(self) -> Members:
+        """The one rank of this process."""
+        return (self._world_rank,)
+
+    def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """See `Communicator`; parts that this rank does not own keep their values."""
+        bucket_N = buckets[self._world_rank]
+        shard = part(bucket_N, members.index(self._world_rank), len(members))
+        group = self._groups[members]
+        self._run(bucket_N, members, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
+
+    def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        tensor_N = tensors[self._world_rank]
+        group = self._groups[members]
+        self._run(tensor_N, members, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
+
+    def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        bucket_N = buckets[self._world_rank]
+        shard = part(bucket_N, members.index(self._world_rank), len(members))
+        group = self._groups[members]
+        self._run(bucket_N, members, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True))
+
+    def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
+        """Send `sends[i]` to member i; returns what each member i sent here, `receive_sizes[i]` elements."""
+        sent = torch.cat(list(sends))
+        received = torch.empty(sum(receive_sizes), dtype=sent.dtype, device=sent.device)
+        sizes = [send.numel() for send in sends]
+        group = self._groups[members]
+        if len(members) == 1:
+            received.copy_(sent)
+        else:
+            exchange = lambda: dist.all_to_all_single(received, sent, list(receive_sizes), sizes, group, async_op=True)  # noqa: E731
+            self._run(sent, members, exchange)
+        return list(received.split(list(receive_sizes)))
+
+    def _run(self, tensor_N: Tensor, members: Members, issue: Callable[[], dist.Work | None]) -> None:
+        """Issue one collective and wait for it; a drill may strike before, in and after. A group of one only waits."""
+        self._strike(Moment.BEFORE)
+        trivial = len(members) == 1 or tensor_N.numel() == 0
+        try:
+            work = None if trivial else issue()
+        except RuntimeError as error:
+            raise CollectiveError(f"a collective could not start: {error}") from error
+        self._strike(Moment.IN)
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"a collective broke: {error}") from error
+        self._strike(Moment.AFTER)
+
+    def _strike(self, moment: Moment) -> None:
+        if self.intercept is not None:
+            self.intercept(moment)
+
+
+class VirtualRanks:
+    """All ranks in one process, summing as gloo's ring does (source: gloo's ring in `allreduce.cc`)."""
+
+    def __init__(self, world_size: int) -> None:
+        self._hosted = tuple(range(world_size))
+
+    @property
+    def hosted(self) -> Members:
+        """Every rank."""
+        return self._hosted
+
+    def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        tensors = [buckets[world_rank] for world_rank in members]
+        summed_N = ring_sum(tensors)
+        for index, tensor_N in enumerate(tensors):
+            part(tensor_N, index, len(members)).copy_(part(summed_N, index, len(members)))
+
+    def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        summed_N = ring_sum([tensors[world_rank] for world_rank in members])
+        for world_rank in members:
+            tensors[world_rank].copy_(summed_N)
+
+    def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        size = len(members)
+        gathered_N = torch.cat([part(buckets[rank], index, size) for index, rank in enumerate(members)])
+        for world_rank in members:
+            buckets[world_rank].copy_(gathered_N)
+
+
+def part(tensor_N: Tensor, index: int, num_parts: int) -> Tensor:
+    """The index-th of `num_parts` equal parts of a flat tensor, as a view."""
+    size = tensor_N.numel() // num_parts
+    return tensor_N[index * size : (index + 1) * size]
+
+
+def ring_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of flat tensors [N] with the additions in gloo's order: chunk r is ((g[r-1] + g[r-2]) + ...) + g[r]."""
+    num_terms = len(tensors)
+    summed_N = tensors[0].clone()
+    if num_terms == 1:
+        return summed_N
+    chunk = ring_chunk_elements(summed_N.numel(), summed_N.element_size(), num_terms)
+    for index in range(num_terms):
+        view = slice(index * chunk, (index + 1) * chunk)
+        chunk_sum = tensors[(index - 1) % num_terms][view].clone()
+        for distance in range(2, num_terms + 1):
+            chunk_sum += tensors[(index - distance) % num_terms][view]
+        summed_N[view] = chunk_sum
+    return summed_N
+
+
+def ring_chunk_elements(num_elements: int, element_bytes: int, num_ranks: int) -> int:
+    """Elements of one of gloo's ring chunks: segments of at most 1 MiB, at least two a rank, whole elements each."""
+    size_bytes = num_elements * element_bytes
+    num_segments = max(math.ceil(size_bytes / 2**20), 2 * num_ranks)
+    num_segments = math.ceil(num_segments / num_ranks) * num_ranks
+    segment_bytes = math.ceil(math.ceil(size_bytes / num_segments) / element_bytes) * element_bytes
+    return (num_segments // num_ranks) * segment_bytes // element_bytes

@@ -1,0 +1,386 @@
+"""What the rest of the product says to a worker, and what a worker says back.
+
+Frozen dataclasses and enums of the standard library only: the API, the dispatcher, Ray and torchrun all
+import this file, so it must never import torch, ray or anything of `service`.
+
+Shape legend used across `workers`: P = elements of one parameter or shard (flat), C = contributors
+(end, dp_rank), B = microbatch, S = sequence, H = hidden, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+SCHEMA_VERSION = 1
+"""Version of the stored request and result. A breaking change gets a new path prefix."""
+
+
+class OrderingName(StrEnum):
+    """A named pair of buffer layout and sequence of sync phases (`workers.orderings`)."""
+
+    BUGGY = "buggy"
+    FIXED = "fixed"
+    OWN_BUCKET = "own_bucket"
+    OWN_BUCKET_UNALIGNED = "own_bucket_unaligned"
+    ALL_REDUCE = "all_reduce"
+
+
+class ProbeName(StrEnum):
+    """The model and data of a trial."""
+
+    EXACT = "exact"
+    GPT = "gpt"
+
+
+class Dtype(StrEnum):
+    """The dtype of a gpt trial's parameters and activations; main_grad is always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(StrEnum):
+    """Where ranks compute. `auto` is resolved to one of the others before a gang forms."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Schedule(StrEnum):
+    """The order of microbatches in a pipeline."""
+
+    ONE_F_ONE_B = "1f1b"
+
+
+class Launcher(StrEnum):
+    """Who starts the ranks: our warm pool of Ray actors, or Ray Train's TorchTrainer."""
+
+    POOL = "pool"
+    RAY_TRAIN = "ray_train"
+
+
+class End(StrEnum):
+    """The two copies of the tied weight: the embedding on PP[0], the output layer on PP[-1]."""
+
+    WTE = "wte"
+    LM_HEAD = "lm_head"
+
+
+class Phase(StrEnum):
+    """What a traced gradient has been through. `final` is what the optimizer gets."""
+
+    LOCAL = "local"
+    SCATTERED = "scattered"
+    TIED = "tied"
+    FINAL = "final"
+
+
+class RankPhase(StrEnum):
+    """Where a rank is right now; named in errors, so that a hang or a death has a place."""
+
+    FORMING = "forming"
+    BUILDING = "building"
+    FORWARD_BACKWARD = "forward_backward"
+    DP_SYNC = "dp_sync"
+    TIE = "tie"
+    STATISTICS = "statistics"
+    OPTIMIZER = "optimizer"
+    IDLE = "idle"
+
+
+class Role(StrEnum):
+    """A control must diverge where predicted (it proves that the instrument sees); a subject must be clean."""
+
+    CONTROL = "control"
+    SUBJECT = "subject"
+
+
+class Verdict(StrEnum):
+    """The answer to: may a large training run start here?"""
+
+    PASS = "pass"
+    FAIL = "fail"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """A rank's place in the mesh."""
+
+    world_rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """dp x pp x tp ranks, vpp chunks a rank; world_rank = (pp_rank*dp + dp_rank)*tp + tp_rank."""
+
+    dp: int = 2
+    pp: int = 2
+    tp: int = 1
+    vpp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.tp
+
+    def world_rank(self, dp_rank: int, pp_rank: int, tp_rank: int = 0) -> int:
+        """The world rank at these coordinates."""
+        return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
+
+    def coordinates(self, world_rank: int) -> Coordinates:
+        """The coordinates of a world rank. Raises IndexError outside the mesh."""
+        if not 0 <= world_rank < self.world_size:
+            raise IndexError(f"world_rank {world_rank} is outside the mesh of {self.world_size} ranks")
+        rest, tp_rank = divmod(world_rank, self.tp)
+        pp_rank, dp_rank = divmod(rest, self.dp)
+        return Coordinates(world_rank, dp_rank, pp_rank, tp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of a probe's model; the feed-forward width is 4 x hidden_size."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """Sequences a microbatch and microbatches a step, per dp rank."""
+
+    micro_batch_size: int
+    num_microbatches: int
+
+
+TINY = ModelSpec(vocab_size=64, hidden_size=32, num_layers=4, num_heads=4, seq_len=16)
+"""The gpt of the reference figures (design, fact 7)."""
+
+NAMED_MODELS: dict[str, ModelSpec] = {"tiny": TINY}
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """A fault injected on purpose (`workers.faults`); a validation with one never counts for admission.
+
+    `fault` is a name of the fault catalogue; it strikes on `world_rank` in step `step` of every trial.
+    """
+
+    fault: str
+    world_rank: int
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSpec:
+    """One probe under one ordering for `steps` steps. `device` is resolved (never `auto`)."""
+
+    probe: ProbeName
+    ordering: OrderingName
+    mesh: Mesh
+    model: ModelSpec
+    batch: BatchSpec
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    dtype: Dtype = Dtype.FLOAT32
+    device: Device = Device.CPU
+    steps: int = 2
+    repeat: int = 0
+    seed: int = 0
+    drill: Drill | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceRow:
+    """What one rank's owned elements of one end show in one step (padding excluded).
+
+    `expected` is the true sum: of all ranks' local gradients in float64 (gpt), of the int64 answer (exact).
+    An element is diverged where `not (|value - expected| <= bound)`; the bound is 0 for exact.
+    Index fields count elements of the tied weight, flat, row-major.
+    """
+
+    end: End
+    owned_elements: int
+    diverged_elements: int
+    predicted_elements: int
+    """How many of the owned elements must measure wrong under this ordering."""
+    missed_elements: int
+    """Predicted, but not diverged (or, for exact, diverged by another value than predicted)."""
+    unexpected_elements: int
+    """Diverged, but not in the ordering's misowned set."""
+    nonfinite_elements: int
+    first_diverged: int | None
+    last_diverged: int | None
+    max_abs_error: float
+    relative_l2_error: float
+    max_error_over_bound: float
+    """Largest |value - expected| / bound; 0/0 counts as 0."""
+    ratio_to_expected: float
+    """Least-squares multiple of `expected` that the value is; 1.0 when right, NaN when expected is all zero."""
+    reference_max_abs_error: float | None
+    """Largest distance from the single-process run of the same global batch; None where none was run."""
+    reference_exceeded_elements: int
+    """Elements further from the single-process run than its floor allows."""
+    min_detectable_share: float
+    """The judge's power: largest bound over the largest single contribution, the least share it would see."""
+    sum: float
+    l2: float
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One dp shard of one end on one rank, after one phase: the numbers of the report's tables."""
+
+    phase: Phase
+    end: End
+    shard: int
+    """Which dp rank owns this part of the tied weight."""
+    num_elements: int
+    sum: float
+    l2: float
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TiedRow:
+    """The two ends compared element by element after assembly from their owners; this rank's part."""
+
+    num_elements: int
+    unequal_elements: int
+    max_abs_difference: float
+    exceeded_elements: int
+    """Elements whose difference is larger than rounding allows (any difference, where orders agree)."""
+    weights_max_abs_difference: float
+    weights_num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRow:
+    """Digests of what must be equal across dp ranks of one stage: weights after the all-gather."""
+
+    initial_weights_digest: str
+    weights_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Everything one rank says about one step of one trial. Statistics only, never gradients."""
+
+    trial_index: int
+    probe: ProbeName
+    ordering: OrderingName
+    repeat: int
+    step: int
+    world_rank: int
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+    divergence: tuple[DivergenceRow, ...]
+    trace: tuple[TraceRow, ...]
+    tied: TiedRow | None
+    replica: ReplicaRow
+    loss: float | None
+    """Mean loss over this dp rank's microbatches; on the last stage only."""
+    seconds: dict[str, float]
+    """Time by RankPhase value, in seconds, from a monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a rank runs on; a verdict covers only this."""
+
+    world_rank: int
+    node: str
+    pid: int
+    boot_id: str
+    device: str
+    device_uuid: str | None
+    driver: str | None
+    backend: str
+    backend_version: str | None
+    image: str | None
+    python: str
+    torch: str
+    workers_digest: str
+    num_threads: int
+    collective_settings: dict[str, str]
+    """NCCL_*, GLOO_* and similar variables; secrets are masked."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSummary:
+    """One probe under one ordering over all ranks, both ends, all steps and repeats."""
+
+    probe: ProbeName
+    ordering: OrderingName
+    role: Role
+    misowned_elements: int
+    """Per step, both ends, from the layout alone."""
+    predicted_diverged_elements: int
+    diverged_elements: int
+    missed_elements: int
+    unexpected_elements: int
+    compared_elements: int
+    nonfinite_elements: int
+    reference_exceeded_elements: int
+    tied_unequal_elements: int
+    tied_exceeded_elements: int
+    tied_max_abs: float
+    reference_max_abs: float | None
+    max_abs_error: float
+    weights_max_abs: float
+    replicas_agree: bool
+    missing_reports: tuple[tuple[int, int, int], ...]
+    """(repeat, step, world_rank) of reports that never came."""
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a verdict is what it is: a stable code and a sentence."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict with its reasons and the trials behind it."""
+
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+    trials: tuple[TrialSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """The last thing a failing rank says: what broke, where in the step, and whether it was only a victim."""
+
+    world_rank: int
+    node: str
+    phase: RankPhase
+    trial_index: int | None
+    step: int | None
+    code: str
+    message: str
+    collateral: bool
+    """True when a collective broke under this rank (a peer went away); such a failure is never the first cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is right now; `sequence` rises with every phase entered, so that a hang names who never arrived."""
+
+    world_rank: int
+    phase: RankPhase
+    trial_index: int | None
+    step: int | None
+    sequence: int

@@ -1,0 +1,45 @@
+"""Errors a worker raises. Standard library only; every message gives the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Root of everything a worker raises on purpose. `code` is stable and reaches the API."""
+
+    code = "worker_error"
+
+
+class SpecError(WorkerError):
+    """A trial specification that no worker could run."""
+
+    code = "invalid_spec"
+
+
+class LayoutAssertionError(WorkerError):
+    """The modelled Megatron version would stop here with an assertion of its own."""
+
+    code = "layout_asserts"
+
+
+class ExactnessError(WorkerError):
+    """The exact probe would leave the range in which float32 addition is exact."""
+
+    code = "exactness_lost"
+
+
+class NonFiniteError(WorkerError):
+    """A value that must be finite is not."""
+
+    code = "non_finite"
+
+
+class DrillError(WorkerError):
+    """Raised on purpose by a drill."""
+
+    code = "drill_fault"
+
+
+class CollectiveError(WorkerError):
+    """A collective broke under this rank: a peer went away or never came. Never a first cause."""
+
+    code = "collective_failed"

@@ -1,0 +1,228 @@
+"""What the ranks reported, sorted by probe and ordering and added up: the material of a verdict.
+
+Pure. It drops and names reports that cannot belong to the validation, and says which are missing; it does not judge.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, isnan, prod
+
+from workers.contract import (
+    DivergenceRow,
+    End,
+    OrderingName,
+    ProbeName,
+    Role,
+    StepReport,
+    TiedRow,
+    TrialSpec,
+    TrialSummary,
+)
+from workers.intervals import count
+from workers.orderings import ORDERINGS
+from workers.prediction import trial_misowned
+
+Place = tuple[int, int, int]
+"""(trial_index, step, world_rank): where each report belongs, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Reports by place, and a sentence about each one that fits nowhere."""
+
+    accepted: Mapping[Place, StepReport]
+    rejected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All repeats of one probe under one ordering, with every report that came."""
+
+    specs: Mapping[int, TrialSpec]
+    """By trial index; they differ by repeat and seed only."""
+    reports: tuple[StepReport, ...]
+    missing: tuple[tuple[int, int, int], ...]
+    """(repeat, step, world_rank)"""
+
+    @property
+    def spec(self) -> TrialSpec:
+        """The first repeat."""
+        return next(iter(self.specs.values()))
+
+    @property
+    def title(self) -> str:
+        """How reasons name it."""
+        return f"{self.spec.probe.value}/{self.spec.ordering.value}"
+
+    @property
+    def role(self) -> Role:
+        """Control or subject."""
+        return ORDERINGS[self.spec.ordering].role
+
+    @property
+    def num_reports_due(self) -> int:
+        """Reports that a complete run yields."""
+        return sum(spec.steps * spec.mesh.world_size for spec in self.specs.values())
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tied weight."""
+        return prod((self.spec.model.vocab_size, self.spec.model.hidden_size))
+
+    @property
+    def misowned_elements(self) -> int:
+        """Elements that the layouts predict wrong in one step, both ends together."""
+        return 2 * count(trial_misowned(self.spec))
+
+    def rows(self) -> Iterator[tuple[StepReport, DivergenceRow]]:
+        """Every divergence row with the report that it came in."""
+        return ((report, row) for report in self.reports for row in report.divergence)
+
+    def ties(self) -> Iterator[TiedRow]:
+        """Every comparison of the two ends."""
+        return (report.tied for report in self.reports if report.tied is not None)
+
+    def total(self, counter: str) -> int:
+        """One of DivergenceRow's counts over all ranks, ends, steps and repeats."""
+        return sum(int(getattr(row, counter)) for _, row in self.rows())
+
+
+def sift(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Sifted:
+    """Put each report in its place. One that came twice with the same contents counts once."""
+    accepted: dict[Place, StepReport] = {}
+    rejected: list[str] = []
+    for report in reports:
+        place = (report.trial_index, report.step, report.world_rank)
+        problem = _misfit(trials, report)
+        # By text, since a NaN makes equal reports unequal.
+        if problem is None and place in accepted and repr(accepted[place]) != repr(report):
+            problem = "came twice with different contents"
+        if problem is None:
+            accepted.setdefault(place, report)
+        else:
+            rejected.append(f"The report of trial {place[0]}, step {place[1]}, world_rank {place[2]} {problem}.")
+    return Sifted(accepted, tuple(rejected))
+
+
+def collect(trials: Sequence[TrialSpec], accepted: Mapping[Place, StepReport]) -> tuple[Evidence, ...]:
+    """The evidence of each probe and ordering, in the trials' order."""
+    groups: dict[tuple[ProbeName, OrderingName], dict[int, TrialSpec]] = defaultdict(dict)
+    for index, spec in enumerate(trials):
+        groups[spec.probe, spec.ordering][index] = spec
+    return tuple(
+        Evidence(
+            specs=specs,
+            reports=tuple(accepted[place] for place in _places(specs) if place in accepted),
+            missing=tuple((specs[i].repeat, step, w) for i, step, w in _places(specs) if (i, step, w) not in accepted),
+        )
+        for specs in groups.values()
+    )
+
+
+def summarise(evidence: Evidence, ok: bool) -> TrialSummary:
+    """The evidence as one row of a validation's `trials`."""
+    references = [row.reference_max_abs_error for _, row in evidence.rows() if row.reference_max_abs_error is not None]
+    return TrialSummary(
+        probe=evidence.spec.probe,
+        ordering=evidence.spec.ordering,
+        role=evidence.role,
+        misowned_elements=evidence.misowned_elements,
+        predicted_diverged_elements=evidence.total("predicted_elements"),
+        diverged_elements=evidence.total("diverged_elements"),
+        missed_elements=evidence.total("missed_elements"),
+        unexpected_elements=evidence.total("unexpected_elements"),
+        compared_elements=evidence.total("owned_elements"),
+        nonfinite_elements=evidence.total("nonfinite_elements"),
+        reference_exceeded_elements=evidence.total("reference_exceeded_elements"),
+        tied_unequal_elements=sum(tied.unequal_elements for tied in evidence.ties()),
+        tied_exceeded_elements=sum(tied.exceeded_elements for tied in evidence.ties()),
+        tied_max_abs=largest(tied.max_abs_difference for tied in evidence.ties()),
+        reference_max_abs=largest(references) if references else None,
+        max_abs_error=largest(row.max_abs_error for _, row in evidence.rows()),
+        weights_max_abs=largest(tied.weights_max_abs_difference for tied in evidence.ties()),
+        replicas_agree=not any(disagreements(evidence)),
+        missing_reports=evidence.missing,
+        ok=ok,
+    )
+
+
+def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]:
+    """Pairs of dp replicas of one stage whose weights, initial or after a step, are not the same bits."""
+    first: dict[tuple[int, int, int, int], StepReport] = {}
+    for report in evidence.reports:
+        other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
+        if other.replica != report.replica:
+            yield other, report
+
+
+def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
+    """Where something is not finite that must be, and what it is."""
+    for report, row in evidence.rows():
+        if row.nonfinite_elements:
+            yield report, f"{row.nonfinite_elements} gradient elements of {row.end.value}"
+        elif not all(map(isfinite, (row.sum, row.l2, row.max_abs_error, row.reference_max_abs_error or 0.0))):
+            yield report, f"a statistic of {row.end.value}'s gradient"
+    for report in evidence.reports:
+        if report.loss is not None and not isfinite(report.loss):
+            yield report, "the loss"
+        tied = report.tied
+        if tied and not (isfinite(tied.max_abs_difference) and isfinite(tied.weights_max_abs_difference)):
+            yield report, "the difference between the two ends"
+
+
+def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
+    """(trial_index, step, end) in which fewer elements were compared than the tied weight has."""
+    compared: dict[tuple[int, int, End], int] = defaultdict(int)
+    for report, row in evidence.rows():
+        compared[report.trial_index, report.step, row.end] += row.owned_elements
+    ends = (End.WTE, End.LM_HEAD) if evidence.spec.mesh.pp > 1 else (End.WTE,)
+    for index, step in _steps(evidence.specs):
+        yield from ((index, step, end) for end in ends if compared[index, step, end] < evidence.num_elements)
+
+
+def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
+    """(trial_index, step) in which the two ends were not compared in full; none where there is one end only."""
+    compared: dict[tuple[int, int], int] = defaultdict(int)
+    for report in evidence.reports:
+        compared[report.trial_index, report.step] += report.tied.num_elements if report.tied else 0
+    if evidence.spec.mesh.pp > 1:
+        yield from (at for at in _steps(evidence.specs) if compared[at] < evidence.num_elements)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum of values >= 0, in which a NaN is never lost; 0.0 of nothing."""
+    found = 0.0
+    for value in values:
+        if isnan(value):
+            return value
+        found = max(found, value)
+    return found
+
+
+def _misfit(trials: Sequence[TrialSpec], report: StepReport) -> str | None:
+    """Why a report cannot belong to these trials."""
+    if not 0 <= report.trial_index < len(trials):
+        return f"is of none of the {len(trials)} trials"
+    spec = trials[report.trial_index]
+    if (report.probe, report.ordering, report.repeat) != (spec.probe, spec.ordering, spec.repeat):
+        return f"speaks of {report.probe.value}/{report.ordering.value}, repeat {report.repeat}: another trial"
+    if not (0 <= report.step < spec.steps and 0 <= report.world_rank < spec.mesh.world_size):
+        return f"is outside the trial's {spec.steps} steps of {spec.mesh.world_size} ranks"
+    at = spec.mesh.coordinates(report.world_rank)
+    if (report.dp_rank, report.pp_rank, report.tp_rank) != (at.dp_rank, at.pp_rank, at.tp_rank):
+        return (
+            f"claims dp_rank {report.dp_rank}, pp_rank {report.pp_rank}; the mesh has it at {at.dp_rank}, {at.pp_rank}"
+        )
+    return None
+
+
+def _steps(specs: Mapping[int, TrialSpec]) -> Iterator[tuple[int, int]]:
+    return ((index, step) for index, spec in specs.items() for step in range(spec.steps))
+
+
+def _places(specs: Mapping[int, TrialSpec]) -> Iterator[Place]:
+    for index, step in _steps(specs):
+        yield from ((index, step, world_rank) for world_rank in range(specs[index].mesh.world_size))

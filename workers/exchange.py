@@ -1,0 +1,189 @@
+"""Moves local gradients, replays and results of the tied weight to the ranks that own it, piece by piece.
+
+By all-to-all among the holders of the tied weight, never by the collective under test. Does not judge.
+
+Shape legend: P = elements of the tied weight; n = elements of one piece of an owner's intervals; C = contributors, in
+the order of `workers.mesh.ends_members`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.communicator import ProcessGroups
+from workers.contract import Mesh, ProbeName
+from workers.grad_buffer import select
+from workers.grad_sync import Prescale
+from workers.intervals import Interval, Intervals, count, intersect, pieces
+from workers.mesh import Members, ends_members
+
+PIECE_ELEMENTS = 1 << 20
+"""Elements of an owner's intervals judged at a time: bounds the memory that judging needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What an ordering does to the tied weight on one mesh; the same on every rank."""
+
+    probe: ProbeName
+    mesh: Mesh
+    prescale: Prescale
+    sharded: bool
+    """Each element has one owner at each end; otherwise every rank owns everything."""
+    bit_tied: bool
+    """Both ends add in the same order, so that any difference between them is a fault."""
+    misowned: Intervals
+    """Elements whose owner differs between the ends, where the ordering's phases make that matter."""
+    owned: tuple[Intervals, ...]
+    """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
+
+    @property
+    def members(self) -> Members:
+        """World ranks of the holders."""
+        return ends_members(self.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One contributor's local gradient as a single process computes it, float32 [P], and that computation's floor."""
+
+    grad_P: Tensor
+    floor: float
+    """Largest distance of `grad_P` from the same replay in float64; 0 where the arithmetic is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one holder brings to the judgement; every tensor is flat [P]."""
+
+    local_P: Tensor
+    """Its own gradient before any synchronisation."""
+    replay: Replay | None
+    """The replay of the *next* dp_rank's contribution to the same end: nobody vouches for himself."""
+    synced_P: Tensor
+    weight_P: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an owner knows about one piece of its intervals."""
+
+    intervals: Intervals
+    synced_n: Tensor
+    local_Cn: Tensor
+    replay_Cn: Tensor | None
+    floor_C: Tensor | None
+    other_end_n: Tensor | None
+    """The same elements of lm_head, from their owners; on owners of wte only."""
+    weight_n: Tensor
+    other_weight_n: Tensor | None
+
+
+class Exchange:
+    """Moves pieces of every holder's tensors to the owners, one all-to-all a round."""
+
+    def __init__(
+        self, expectation: Expectation, world_rank: int, holding: Holding, communicator: ProcessGroups
+    ) -> None:
+        self._members = expectation.members
+        self._me = self._members.index(world_rank)
+        self._mesh = expectation.mesh
+        self._owned = expectation.owned
+        self._sharded = expectation.sharded
+        self._holding = holding
+        self._communicator = communicator
+        self._pieces = [pieces(owned, PIECE_ELEMENTS) for owned in expectation.owned]
+        self.num_rounds = max(len(owner_pieces) for owner_pieces in self._pieces)
+
+    def round(self, round_index: int) -> Piece:
+        """Send what every owner needs for its piece of this round; return what this owner needs for its own."""
+        wants = [owner[round_index] if round_index < len(owner) else () for owner in self._pieces]
+        sends = [torch.cat(self._message(owner, wanted)) for owner, wanted in enumerate(wants)]
+        mine = wants[self._me]
+        sizes = [sum(self._message_sizes(sender, self._me, mine)) for sender in range(len(self._members))]
+        received = self._communicator.all_to_all(self._members, sends, sizes)
+        parts = [message.split(self._message_sizes(sender, self._me, mine)) for sender, message in enumerate(received)]
+        return self._assemble(mine, parts)
+
+    def _message(self, owner: int, wanted: Intervals) -> list[Tensor]:
+        """[local, replay, floor, synced, weight] for one owner; parts that it does not need are empty."""
+        held = self._holding
+        replay, floor = held.local_P[:0], held.local_P[:0]
+        if held.replay is not None and wanted:
+            replay = select(held.replay.grad_P, wanted)
+            floor = held.local_P.new_full((1,), held.replay.floor)
+        synced = select(held.synced_P, self._tied_part(self._me, owner, wanted))
+        weight = select(held.weight_P, wanted if self._is_partner(self._me, owner) else ()).float()
+        return [select(held.local_P, wanted), replay, floor, synced, weight]
+
+    def _message_sizes(self, sender: int, owner: int, wanted: Intervals) -> list[int]:
+        size = count(wanted)
+        replayed = self._holding.replay is not None and size > 0
+        tied = count(self._tied_part(sender, owner, wanted))
+        return [size, size if replayed else 0, int(replayed), tied, size if self._is_partner(sender, owner) else 0]
+
+    def _tied_part(self, sender: int, owner: int, wanted: Intervals) -> Intervals:
+        """What of `wanted` a holder of lm_head sends to an owner of wte: the elements it owns itself.
+
+        Where every rank owns everything, only the holder of the same pipeline sends.
+        """
+        if not self._crosses(sender, owner):
+            return ()
+        if not self._sharded and not self._is_partner(sender, owner):
+            return ()
+        return intersect(self._owned[sender], wanted)
+
+    def _crosses(self, sender: int, owner: int) -> bool:
+        return sender >= self._mesh.dp > owner
+
+    def _is_partner(self, sender: int, owner: int) -> bool:
+        return self._crosses(sender, owner) and sender - self._mesh.dp == owner
+
+    def _assemble(self, mine: Intervals, parts: Sequence[Sequence[Tensor]]) -> Piece:
+        replayed = self._holding.replay is not None and bool(mine)
+        tied_owner = self._me < self._mesh.dp and self._mesh.pp > 1
+        weights = [message[4] for message in parts if message[4].numel() > 0]
+        return Piece(
+            intervals=mine,
+            synced_n=select(self._holding.synced_P, mine),
+            local_Cn=torch.stack([message[0] for message in parts]),
+            replay_Cn=self._by_contributor([message[1] for message in parts]) if replayed else None,
+            floor_C=self._by_contributor([message[2] for message in parts]).flatten() if replayed else None,
+            other_end_n=self._merge(mine, [message[3] for message in parts]) if tied_owner else None,
+            weight_n=select(self._holding.weight_P, mine).float(),
+            other_weight_n=weights[0] if weights else None,
+        )
+
+    def _by_contributor(self, from_senders: list[Tensor]) -> Tensor:
+        """Stack what senders replayed in the order of contributors: the sender at dp_rank d speaks for d + 1."""
+        dp = self._mesh.dp
+        order = [end * dp + (index - 1) % dp for end in range(len(self._members) // dp) for index in range(dp)]
+        return torch.stack([from_senders[sender] for sender in order])
+
+    def _merge(self, mine: Intervals, parts: list[Tensor]) -> Tensor:
+        """Put the owners' parts of lm_head into the order of this piece."""
+        merged = self._holding.synced_P.new_zeros(count(mine))
+        for sender, received in enumerate(parts):
+            if received.numel() == 0:
+                continue
+            offset = 0
+            for local in positions(mine, intersect(self._owned[sender], mine)):
+                size = local.stop - local.start
+                merged[local.start : local.stop] = received[offset : offset + size]
+                offset += size
+        return merged
+
+
+def positions(outer: Intervals, inner: Intervals) -> list[Interval]:
+    """Where the elements of `inner` (a subset) lie when the elements of `outer` are laid out one after another."""
+    found: list[Interval] = []
+    offset = 0
+    for interval in outer:
+        for part in intersect((interval,), inner):
+            found.append(Interval(offset + part.start - interval.start, offset + part.stop - interval.start))
+        offset += interval.stop - interval.start
+    return found

@@ -1,0 +1,101 @@
+"""The phases of gradient synchronisation, in the order that an ordering names.
+
+This is the code under test in every trial, golden vector and virtual mesh: what Megatron-LM's `finalize_model_grads`
+does with a distributed optimizer and tied embeddings (DP sync of every bucket, then the tied weight between
+the first and the last stage), and its reordered variants. It does not judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from workers.communicator import Communicator
+from workers.contract import Mesh, Phase, ProbeName
+from workers.grad_buffer import GradBuffer
+from workers.layout import PrescaleKind
+from workers.mesh import Members, dp_members, tie_members
+from workers.orderings import Ordering, SyncPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Prescale:
+    """The factor 1/divisor put on every bucket before its sum; `kind` decides how it is rounded."""
+
+    kind: PrescaleKind
+    divisor: int
+
+    def apply(self, bucket_N: Tensor) -> None:
+        """Scale in place."""
+        if self.kind is PrescaleKind.DIVIDE:
+            bucket_N.div_(self.divisor)
+        else:
+            bucket_N.mul_(1.0 / self.divisor)
+
+    @property
+    def factor(self) -> float:
+        """1/divisor in double precision."""
+        return 1.0 / self.divisor
+
+
+def prescale_for(ordering: Ordering, probe: ProbeName, dp: int) -> Prescale:
+    """Gpt averages over dp; exact divides by the next power of two, so that no bit is lost."""
+    divisor = dp if probe is ProbeName.GPT else 1 << (dp - 1).bit_length()
+    return Prescale(ordering.rule.prescale, divisor)
+
+
+Observer = Callable[[Phase], None]
+"""Called after each phase, with the name of what the gradients have just been through."""
+
+
+def sync_gradients(
+    ordering: Ordering,
+    mesh: Mesh,
+    buffers: Mapping[int, GradBuffer],
+    communicator: Communicator,
+    prescale: Prescale,
+    observe: Observer,
+) -> None:
+    """Run an ordering's phases over the hosted ranks' buffers, in place. Collective over the whole mesh.
+
+    Source: the phase orders are those of the catalogue (`workers.orderings`), each with its own source.
+    """
+    for phase in ordering.phases:
+        if phase is SyncPhase.TIE_ALL_REDUCE:
+            all_reduce_tied(mesh, buffers, communicator)
+            observe(Phase.TIED)
+        else:
+            sync_dp(phase, mesh, buffers, communicator, prescale)
+            observe(Phase.SCATTERED)
+
+
+def sync_dp(
+    phase: SyncPhase, mesh: Mesh, buffers: Mapping[int, GradBuffer], communicator: Communicator, prescale: Prescale
+) -> None:
+    """Scale and sum every bucket of every stage over its data-parallel replicas, in place."""
+    collective = communicator.reduce_scatter if phase is SyncPhase.DP_REDUCE_SCATTER else communicator.all_reduce
+    for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
+        hosted = _hosted(members, communicator)
+        if not hosted:
+            continue
+        for index in buffers[hosted[0]].buckets():
+            buckets = {world_rank: buffers[world_rank].bucket(index) for world_rank in hosted}
+            for bucket_N in buckets.values():
+                prescale.apply(bucket_N)
+            collective(members, buckets)
+
+
+def all_reduce_tied(mesh: Mesh, buffers: Mapping[int, GradBuffer], communicator: Communicator) -> None:
+    """Sum the tied weight's whole gradient between the first and the last stage of each pipeline, in place."""
+    if mesh.pp == 1:
+        return
+    for members in (tie_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
+        hosted = _hosted(members, communicator)
+        if hosted:
+            communicator.all_reduce(members, {world_rank: buffers[world_rank].tied_grad() for world_rank in hosted})
+
+
+def _hosted(members: Members, communicator: Communicator) -> Members:
+    return tuple(world_rank for world_rank in members if world_rank in communicator.hosted)

@@ -1,0 +1,87 @@
+"""The probes, split into pipeline stages: one set of verbs over the gpt and the exact model.
+
+Everything here is a function of the trial and of coordinates, never of the process it runs in. Must not communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from workers.contract import Dtype, ProbeName, TrialSpec
+from workers.models import exact, gpt
+from workers.parameters import first_layer, stage_layer_counts
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def parameter_dtype(spec: TrialSpec) -> torch.dtype:
+    """The dtype of parameters and activations; the exact probe is always float32."""
+    if spec.probe is ProbeName.EXACT or spec.dtype is Dtype.FLOAT32:
+        return torch.float32
+    return torch.bfloat16
+
+
+def build_stage(spec: TrialSpec, pp_rank: int, device: torch.device, step: int = 0) -> nn.Module:
+    """Stage `pp_rank` with its weights of `step` (gpt: initial weights only). Equal on all dp ranks."""
+    num_layers = stage_layer_counts(spec.model.num_layers, spec.mesh.pp)[pp_rank]
+    is_first, is_last = pp_rank == 0, pp_rank == spec.mesh.pp - 1
+    stage: nn.Module
+    if spec.probe is ProbeName.EXACT:
+        stage = exact.ExactStage(spec.model, num_layers, is_first, is_last)
+    else:
+        stage = gpt.GptStage(spec.model, num_layers, is_first, is_last, parameter_dtype(spec))
+    seed_weights(stage, spec, pp_rank, step)
+    return stage.to(device)
+
+
+def seed_weights(stage: nn.Module, spec: TrialSpec, pp_rank: int, step: int = 0) -> None:
+    """Write the stage's weights of `step` in place, wherever its parameters' storage is.
+
+    The exact probe needs this before every step (an optimizer leaves the integers); gpt has initial weights only.
+    """
+    layer = first_layer(spec.model.num_layers, spec.mesh.pp, pp_rank)
+    if isinstance(stage, exact.ExactStage):
+        exact.seed_weights(stage, spec.model, spec.seed, layer, step)
+    else:
+        gpt.seed_weights(stage, spec.model, spec.seed, layer)
+
+
+def stage_example(spec: TrialSpec, pp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of one microbatch at this stage's input and output, as tensors without storage (meta)."""
+    shape_BS = (spec.batch.micro_batch_size, spec.model.seq_len)
+    dtype = parameter_dtype(spec)
+    hidden_BSH = torch.empty(*shape_BS, spec.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    tokens_BS = torch.empty(shape_BS, dtype=torch.int64, device="meta")
+    logits_BSV = torch.empty(*shape_BS, spec.model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+    return (
+        tokens_BS if pp_rank == 0 else hidden_BSH,
+        logits_BSV if pp_rank == spec.mesh.pp - 1 else hidden_BSH,
+    )
+
+
+def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each."""
+    draw = exact.draw_tokens if spec.probe is ProbeName.EXACT else gpt.draw_tokens
+    num_sequences = spec.batch.num_microbatches * spec.batch.micro_batch_size
+    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, dp_rank)
+    return tokens_BS.to(device), targets_BS.to(device)
+
+
+def microbatch_loss(spec: TrialSpec) -> LossFunction:
+    """The function of (logits, targets) whose gradients, summed over microbatches, are a dp rank's local gradients.
+
+    gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM; exact: a weighted sum.
+    """
+    if spec.probe is ProbeName.EXACT:
+        return exact.token_loss
+    num_microbatches = spec.batch.num_microbatches
+    return lambda logits_BSV, targets_BS: gpt.token_loss(logits_BSV, targets_BS) / num_microbatches
+
+
+def mean_loss(spec: TrialSpec, losses: list[torch.Tensor]) -> float:
+    """The mean over microbatches, from what `microbatch_loss` gave for each. Waits for the device."""
+    total = float(torch.stack([loss.detach() for loss in losses]).sum())
+    return total / len(losses) if spec.probe is ProbeName.EXACT else total

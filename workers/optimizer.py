@@ -1,0 +1,63 @@
+"""The ZeRO-1 step: update the owned shards in float32, then all-gather the weights.
+
+Without a distributed optimizer (`all_reduce`) every rank updates everything and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.communicator import Communicator, part
+from workers.contract import ProbeName
+from workers.grad_buffer import GradBuffer, ParameterBuffer
+from workers.mesh import Members
+
+ADAM_LEARNING_RATE = 1e-3
+
+
+class ShardedOptimizer:
+    """Adam (gpt) or integer-preserving SGD (exact) on float32 master copies of this rank's shards."""
+
+    def __init__(
+        self,
+        probe: ProbeName,
+        weights: ParameterBuffer,
+        grads: GradBuffer,
+        members: Members,
+        world_rank: int,
+        distributed: bool,
+    ) -> None:
+        self._weights = weights
+        self._members = members
+        self._world_rank = world_rank
+        self._distributed = distributed
+        index, size = (members.index(world_rank), len(members)) if distributed else (0, 1)
+        self._grad_shards = [part(grads.bucket(bucket), index, size) for bucket in grads.buckets()]
+        self._weight_shards = [part(weights.bucket(bucket), index, size) for bucket in grads.buckets()]
+        self._masters = [torch.nn.Parameter(shard.float().clone()) for shard in self._weight_shards]
+        self._torch_optimizer = _torch_optimizer(probe, self._masters)
+
+    def step(self, communicator: Communicator) -> None:
+        """Update and gather. Collective over the data-parallel group."""
+        for master, grad_shard in zip(self._masters, self._grad_shards, strict=True):
+            master.grad = grad_shard
+        self._torch_optimizer.step()
+        for master, weight_shard in zip(self._masters, self._weight_shards, strict=True):
+            master.grad = None
+            weight_shard.copy_(master.detach())
+        if self._distributed:
+            for bucket in range(len(self._masters)):
+                communicator.all_gather(self._members, {self._world_rank: self._weights.bucket(bucket)})
+
+    def reload_masters(self) -> None:
+        """Take the weights as they now stand; used where a trial re-seeds them each step."""
+        for master, weight_shard in zip(self._masters, self._weight_shards, strict=True):
+            master.detach().copy_(weight_shard)
+
+
+def _torch_optimizer(probe: ProbeName, masters: list[Tensor] | list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if probe is ProbeName.EXACT:
+        # Adam divides, which leaves the integers; a unit step keeps every weight an exact multiple of a power of two.
+        return torch.optim.SGD(masters, lr=1.0)
+    return torch.optim.Adam(masters, lr=ADAM_LEARNING_RATE)

@@ -1,0 +1,118 @@
+"""The catalogue of orderings: each a named pair of buffer layout and sequence of sync phases, with its source.
+
+Pure data. The live step runs these phases (`workers.grad_sync`), the static analysis predicts from them
+(`workers.prediction`) and the service lists them; nothing else may define an ordering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from workers.contract import OrderingName, Role
+from workers.layout import RULES, LayoutRule, LayoutVersion
+
+
+class SyncPhase(StrEnum):
+    """One collective phase over a step's gradients."""
+
+    DP_REDUCE_SCATTER = "dp_reduce_scatter"
+    """Every bucket is scaled and reduce-scattered in place over the dp replicas: each owner gets its shard's sum."""
+    DP_ALL_REDUCE = "dp_all_reduce"
+    """Every bucket is scaled and all-reduced over the dp replicas."""
+    TIE_ALL_REDUCE = "tie_all_reduce"
+    """The tied weight's gradient is all-reduced between the first and the last stage of each pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """How gradients are laid out and synchronised."""
+
+    name: OrderingName
+    layout: LayoutVersion
+    phases: tuple[SyncPhase, ...]
+    distributed_optimizer: bool
+    role: Role
+    bit_tied: bool
+    """Whether both ends add the same terms in the same order, so that they must agree to the bit."""
+    source: str
+    summary: str
+    expectation: str
+
+    @property
+    def rule(self) -> LayoutRule:
+        """The layout's rule."""
+        return RULES[self.layout]
+
+    @property
+    def ties_after_scatter(self) -> bool:
+        """Whether the tie adds gradients that are complete at their owners only: where misownership hurts."""
+        return self.phases == _SCATTER_THEN_TIE
+
+
+_SCATTER_THEN_TIE = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.TIE_ALL_REDUCE)
+_TIE_THEN_SCATTER = (SyncPhase.TIE_ALL_REDUCE, SyncPhase.DP_REDUCE_SCATTER)
+
+
+def _catalogue() -> Iterator[Ordering]:
+    yield Ordering(
+        name=OrderingName.BUGGY,
+        layout=LayoutVersion.DE4028A,
+        phases=_SCATTER_THEN_TIE,
+        distributed_optimizer=True,
+        role=Role.CONTROL,
+        bit_tied=False,
+        source="Megatron-LM de4028a, finalize_model_grads; issue 844",
+        summary="Reduce-scatter over dp, then add the two copies of the tied weight, both inside their common buckets.",
+        expectation="Wrong exactly where the owner of an element differs between the first and the last stage.",
+    )
+    yield Ordering(
+        name=OrderingName.FIXED,
+        layout=LayoutVersion.DE4028A,
+        phases=_TIE_THEN_SCATTER,
+        distributed_optimizer=True,
+        role=Role.SUBJECT,
+        bit_tied=False,
+        source="Megatron-LM issue 844, the reporter's fix",
+        summary="Add the two copies of the tied weight while both are still local, then reduce-scatter over dp.",
+        expectation="Clean. The ends may differ by rounding from dp=3 on, since their shards add in other orders.",
+    )
+    yield Ordering(
+        name=OrderingName.OWN_BUCKET,
+        layout=LayoutVersion.V0_13,
+        phases=_SCATTER_THEN_TIE,
+        distributed_optimizer=True,
+        role=Role.SUBJECT,
+        bit_tied=True,
+        source="Megatron-LM daf0006, as completed in core_v0.13",
+        summary="Reduce-scatter, then tie; the tied weight has a bucket of its own that both stages shard alike.",
+        expectation="Clean, and both ends agree to the bit.",
+    )
+    yield Ordering(
+        name=OrderingName.OWN_BUCKET_UNALIGNED,
+        layout=LayoutVersion.C0650D83,
+        phases=_SCATTER_THEN_TIE,
+        distributed_optimizer=True,
+        role=Role.CONTROL,
+        bit_tied=False,
+        source="Megatron-LM 4b44f0a1ee up to 5467bef346 (0650d83)",
+        summary="As own_bucket, but the tied weight may begin inside the padding of the bucket in front of it.",
+        expectation="Wrong on the edges of shards where the tied weight begins in padding; clean where it does not.",
+    )
+    yield Ordering(
+        name=OrderingName.ALL_REDUCE,
+        layout=LayoutVersion.DE4028A,
+        phases=(SyncPhase.DP_ALL_REDUCE, SyncPhase.TIE_ALL_REDUCE),
+        distributed_optimizer=False,
+        role=Role.SUBJECT,
+        bit_tied=True,
+        source="Megatron-LM de4028a without --use-distributed-optimizer",
+        summary="All-reduce over dp, then tie; every rank owns every element.",
+        expectation="Clean, and both ends agree to the bit.",
+    )
+
+
+ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
+"""Every ordering by its name."""

@@ -1,0 +1,130 @@
+"""Names and shapes of each pipeline stage's parameters, in the order in which a stage registers them.
+
+The one place that decides what a stage holds: models build from it and layouts are computed from it, so that the static
+analysis and the live step can never speak of different buffers. Standard library only; no weights here.
+Names are Megatron-LM's (layer numbers count within the stage), so that layouts can be checked against the real library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from workers.contract import Mesh, ModelSpec, ProbeName
+from workers.errors import SpecError
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter; `shared_embedding` marks a copy of the tied weight whose other copy lives on another stage."""
+
+    name: str
+    shape: tuple[int, ...]
+    shared_embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def stage_layer_counts(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Layers of each stage: as even as it goes, earlier stages take the rest; with too few, the last hold none."""
+    if num_layers < 0 or pp < 1:
+        raise SpecError(f"num_layers {num_layers} over pp {pp}: needs num_layers >= 0 and pp >= 1")
+    even, extra = divmod(num_layers, pp)
+    return tuple(even + (1 if pp_rank < extra else 0) for pp_rank in range(pp))
+
+
+def first_layer(num_layers: int, pp: int, pp_rank: int) -> int:
+    """The global number of a stage's first layer."""
+    return sum(stage_layer_counts(num_layers, pp)[:pp_rank])
+
+
+def tied_parameter_name(pp: int, pp_rank: int) -> str | None:
+    """The name of a stage's copy of the tied weight; None on stages between the first and the last."""
+    if pp_rank == 0:
+        return WORD_EMBEDDINGS
+    return OUTPUT_LAYER if pp_rank == pp - 1 else None
+
+
+def gpt_stage_parameters(
+    model: ModelSpec, pp: int, pp_rank: int, *, ffn_hidden_size: int | None = None, tied: bool = True
+) -> tuple[ParameterShape, ...]:
+    """Parameters of one stage of a GPT with biases and learned positions, in registration order.
+
+    With pp=1 the embedding serves as output layer too, so that nothing is shared between stages. An untied model keeps
+    an output layer of its own on the last stage. `ffn_hidden_size` defaults to 4 x hidden_size.
+    """
+    return tuple(_gpt_parameters(model, pp, pp_rank, ffn_hidden_size or 4 * model.hidden_size, tied))
+
+
+def exact_stage_parameters(model: ModelSpec, pp: int, pp_rank: int) -> tuple[ParameterShape, ...]:
+    """Parameters of one stage of the exact probe's coupling model, in registration order.
+
+    The hidden state splits into lo = H // 2 and hi = H - lo columns; per layer u = a lo - bias, hi += b relu(u).
+    """
+    return tuple(_exact_parameters(model, pp, pp_rank))
+
+
+def stage_parameters(probe: ProbeName, model: ModelSpec, mesh: Mesh, pp_rank: int) -> tuple[ParameterShape, ...]:
+    """Parameters of one stage of a probe's model, in registration order."""
+    if probe is ProbeName.EXACT:
+        return exact_stage_parameters(model, mesh.pp, pp_rank)
+    return gpt_stage_parameters(model, mesh.pp, pp_rank)
+
+
+def _gpt_parameters(model: ModelSpec, pp: int, pp_rank: int, ffn: int, tied: bool) -> Iterator[ParameterShape]:
+    vocab, hidden = model.vocab_size, model.hidden_size
+    _check_stage(pp, pp_rank)
+    if pp_rank == 0:
+        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=tied and pp > 1)
+        yield ParameterShape(POSITION_EMBEDDINGS, (model.seq_len, hidden))
+    for layer in range(stage_layer_counts(model.num_layers, pp)[pp_rank]):
+        yield from _gpt_layer(f"decoder.layers.{layer}", hidden, ffn)
+    if pp_rank == pp - 1:
+        yield ParameterShape("decoder.final_layernorm.weight", (hidden,))
+        yield ParameterShape("decoder.final_layernorm.bias", (hidden,))
+        if pp > 1 or not tied:
+            yield ParameterShape(OUTPUT_LAYER, (vocab, hidden), shared_embedding=tied)
+
+
+def _gpt_layer(prefix: str, hidden: int, ffn: int) -> Iterator[ParameterShape]:
+    yield ParameterShape(f"{prefix}.input_layernorm.weight", (hidden,))
+    yield ParameterShape(f"{prefix}.input_layernorm.bias", (hidden,))
+    yield ParameterShape(f"{prefix}.self_attention.linear_proj.weight", (hidden, hidden))
+    yield ParameterShape(f"{prefix}.self_attention.linear_proj.bias", (hidden,))
+    yield ParameterShape(f"{prefix}.self_attention.linear_qkv.weight", (3 * hidden, hidden))
+    yield ParameterShape(f"{prefix}.self_attention.linear_qkv.bias", (3 * hidden,))
+    yield ParameterShape(f"{prefix}.pre_mlp_layernorm.weight", (hidden,))
+    yield ParameterShape(f"{prefix}.pre_mlp_layernorm.bias", (hidden,))
+    yield ParameterShape(f"{prefix}.mlp.linear_fc1.weight", (ffn, hidden))
+    yield ParameterShape(f"{prefix}.mlp.linear_fc1.bias", (ffn,))
+    yield ParameterShape(f"{prefix}.mlp.linear_fc2.weight", (hidden, ffn))
+    yield ParameterShape(f"{prefix}.mlp.linear_fc2.bias", (hidden,))
+
+
+def _exact_parameters(model: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParameterShape]:
+    vocab, hidden = model.vocab_size, model.hidden_size
+    lo = hidden // 2
+    hi = hidden - lo
+    _check_stage(pp, pp_rank)
+    if pp_rank == 0:
+        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=pp > 1)
+    for layer in range(stage_layer_counts(model.num_layers, pp)[pp_rank]):
+        # A module registers its own parameters before its submodules'.
+        yield ParameterShape(f"decoder.layers.{layer}.bias", (lo,))
+        yield ParameterShape(f"decoder.layers.{layer}.a.weight", (lo, lo))
+        yield ParameterShape(f"decoder.layers.{layer}.b.weight", (hi, lo))
+    if pp_rank == pp - 1 and pp > 1:
+        yield ParameterShape(OUTPUT_LAYER, (vocab, hidden), shared_embedding=True)
+
+
+def _check_stage(pp: int, pp_rank: int) -> None:
+    if not 0 <= pp_rank < pp:
+        raise SpecError(f"pp_rank {pp_rank} is outside the pipeline of {pp} stages; stages are numbered 0 to pp - 1")

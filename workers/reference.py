@@ -1,0 +1,138 @@
+"""What each rank's two ends must hold before any synchronisation, computed in one process.
+
+`replay_tied_gradients` runs the very modules of the pipeline, without a pipeline; `exact_tied_gradients` does not even
+use autograd: it is the exact probe's forward and backward written out by hand in integers. Must not communicate and
+must not look at anything that a rank computed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from workers.contract import ProbeName, TrialSpec
+from workers.errors import ExactnessError, SpecError
+from workers.models import build_stage, exact, microbatch_loss, microbatches
+
+
+class TiedGradients(NamedTuple):
+    """One dp rank's local gradients of the tied weight, flat, on each end.
+
+    With pp = 1 there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
+    """
+
+    wte_P: torch.Tensor
+    lm_head_P: torch.Tensor | None
+
+
+def replay_tied_gradients(
+    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> TiedGradients:
+    """Local tied gradients of `dp_rank` in `step`: a sum over its microbatches, in order, in float32.
+
+    `dtype=torch.float64` computes the same weights and data in float64 throughout (the floor). The exact probe has
+    weights for every step; gpt's follow from training, so only step 0 can be replayed: SpecError otherwise.
+    """
+    if spec.probe is ProbeName.GPT and step != 0:
+        raise SpecError(
+            f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
+        )
+    stages = [build_stage(spec, pp_rank, device, step) for pp_rank in range(spec.mesh.pp)]
+    if dtype is not None:
+        stages = [stage.to(dtype) for stage in stages]
+    weights = _tied_weights(stages)
+    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = [torch.zeros_like(weight, dtype=sum_dtype) for weight in weights]
+    loss_function = microbatch_loss(spec)
+    batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
+    for tokens, targets in zip(*batches, strict=True):
+        loss = loss_function(_forward(stages, tokens), targets)
+        for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
+            total.add_(gradient)
+    flat = [total.flatten() for total in sums]
+    return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+
+
+def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:
+    """The exact probe's local tied gradients of `dp_rank` in `step` as int64 [V * H], on CPU, without autograd.
+
+    Raises ExactnessError if a gradient summed over the whole mesh could leave the exact range of float32.
+    """
+    model = spec.model
+    signs_H = exact.draw_signs(model, spec.seed, step)
+    couplings = [exact.draw_coupling(model, spec.seed, step, layer) for layer in range(model.num_layers)]
+    tied_VH = exact.draw_tied(model, spec.seed, step)
+    tokens_BS, targets_BS = microbatches(spec, step, dp_rank, torch.device("cpu"))
+    tokens_T, targets_T = tokens_BS.flatten(), targets_BS.flatten()
+
+    output_TH, active = _integer_forward(tied_VH[tokens_T].long(), signs_H, couplings)
+    upstream_TH = exact.upstream(targets_T).unsqueeze(1)
+    input_gradient_TH, largest_inner = _integer_backward(upstream_TH * tied_VH[targets_T], signs_H, couplings, active)
+
+    wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
+    lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
+    _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
+    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.pp == 1 else TiedGradients(wte_P, lm_head_P)
+
+
+def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:
+    """The two ends as separate leaves, or the one shared weight."""
+    first = stages[0].get_parameter("embedding.word_embeddings.weight")
+    return [first] if len(stages) == 1 else [first, stages[-1].get_parameter("output_layer.weight")]
+
+
+def _add_rows(like_VH: torch.Tensor, rows_T: torch.Tensor, values_TH: torch.Tensor) -> torch.Tensor:
+    """Values summed into the rows they belong to, flat int64 [V * H]."""
+    return torch.zeros_like(like_VH, dtype=torch.int64).index_add_(0, rows_T, values_TH).flatten()
+
+
+def _forward(stages: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+def _integer_forward(
+    input_TH: torch.Tensor, signs_H: torch.Tensor, couplings: list[exact.Coupling]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The last hidden state, int64 [T, H], and for each layer where relu passes, [T, L]."""
+    width_lo, _ = exact.split_sizes(signs_H.numel())
+    sizes_TL = input_TH[:, :width_lo].abs()
+    output_TH = input_TH.clone()
+    active = []
+    for coupling in couplings:
+        u_TL = sizes_TL[:, coupling.permutation_L] - coupling.bias_L
+        active.append(u_TL > 0)
+        output_TH[:, width_lo:] += signs_H[width_lo:] * u_TL.clamp(min=0)[:, coupling.source_R]
+    return output_TH, active
+
+
+def _integer_backward(
+    output_gradient_TH: torch.Tensor, signs_H: torch.Tensor, couplings: list[exact.Coupling], active: list[torch.Tensor]
+) -> tuple[torch.Tensor, int]:
+    """The gradient of the embedded input, int64 [T, H], and a bound on every inner weight's sum of |terms|.
+
+    hi's gradient passes every layer unchanged; lo's collects what comes back through B, relu and A.
+    """
+    width_lo, _ = exact.split_sizes(signs_H.numel())
+    input_gradient_TH = output_gradient_TH.clone()
+    relu_TR = output_gradient_TH[:, width_lo:] * signs_H[width_lo:]
+    largest = int(relu_TR.sum(0).max())
+    for coupling, active_TL in zip(couplings, active, strict=True):
+        u_TL = torch.zeros_like(active_TL, dtype=torch.int64).index_add_(1, coupling.source_R, relu_TR) * active_TL
+        largest = max(largest, int(u_TL.sum(0).max()))
+        input_gradient_TH.index_add_(1, coupling.permutation_L, u_TL * signs_H[coupling.permutation_L])
+    # A term of A or B is a gradient times an activation of at most 2.
+    return input_gradient_TH, 2 * largest
+
+
+def _assert_exact(spec: TrialSpec, largest_tied: int, largest_inner: int) -> None:
+    """Signs never cancel, so a rank's largest sum is its sum of |terms|; every rank asserts its share of the mesh."""
+    largest = max(largest_tied, largest_inner) * spec.mesh.dp
+    if largest > exact.EXACT_LIMIT:
+        raise ExactnessError(
+            f"a gradient's terms may add up to {largest}, above {exact.EXACT_LIMIT}, where float32 stops being exact; "
+            f"use fewer tokens a step, fewer layers or a smaller dp (now {spec.mesh.dp})"
+        )

@@ -1,0 +1,240 @@
+"""A rank that serves trials: joined to its world once, process groups kept per mesh, one failure report at the end.
+
+Ray actors, Ray Train workers and torchrun processes all run trials through this file; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from workers.checks.fingerprint import node_name, read_fingerprint
+from workers.contract import (
+    Device,
+    End,
+    Fingerprint,
+    Mesh,
+    OrderingName,
+    Position,
+    ProbeName,
+    RankFailure,
+    RankPhase,
+    StepReport,
+    TrialSpec,
+)
+from workers.errors import CollectiveError, SpecError, WorkerError
+from workers.exchange import Replay
+from workers.mesh import MeshGroups
+from workers.reference import exact_tied_gradients, replay_tied_gradients
+from workers.step import PhaseClock, RankTrial
+
+MAX_CACHED_MESHES = 4
+MAX_CACHED_REPLAYS = 8
+DEFAULT_TIMEOUT_S = 60.0
+_COLLATERAL_SIGNS = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "peer")
+
+
+class RankSession:
+    """One rank of a joined world. Not thread-safe, save for `position`."""
+
+    def __init__(
+        self,
+        device: Device,
+        timeout_s: float,
+        node: str | None = None,
+    ) -> None:
+        """Use `join` or `adopt`."""
+        self.world_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device_kind = device
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if device is Device.CUDA else torch.device("cpu")
+        )
+        self._timeout_s = timeout_s
+        self._node = node or node_name()
+        self._clock = PhaseClock(self.world_rank)
+        self._groups: OrderedDict[Mesh, MeshGroups] = OrderedDict()
+        self._replays = ReplayMemo(self._device)
+        _configure_torch()
+
+    @classmethod
+    def join(
+        cls,
+        store: dist.Store,
+        world_rank: int,
+        world_size: int,
+        device: Device,
+        timeout_s: float,
+        node: str | None = None,
+    ) -> RankSession:
+        """Form the default group over `store` (gloo, or NCCL on CUDA). Collective over the world."""
+        dist.init_process_group(
+            backend="nccl" if device is Device.CUDA else "gloo",
+            store=store,
+            rank=world_rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        return cls(device, timeout_s, node)
+
+    @classmethod
+    def adopt(
+        cls,
+        device: Device,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        node: str | None = None,
+    ) -> RankSession:
+        """Use the default group that torchrun or Ray Train has formed."""
+        return cls(device, timeout_s, node)
+
+    def fingerprint(self) -> Fingerprint:
+        """What this rank runs on."""
+        return read_fingerprint(self.world_rank, self._device_kind, self._node)
+
+    @property
+    def on_position(self) -> Callable[[Position], None] | None:
+        """Called at every change of position, in the rank's own thread."""
+        return self._clock.on_position
+
+    @on_position.setter
+    def on_position(self, callback: Callable[[Position], None] | None) -> None:
+        self._clock.on_position = callback
+
+    def position(self) -> Position:
+        """Where this rank is right now; may be called from another thread."""
+        return self._clock.position
+
+    def run(self, trials: Sequence[TrialSpec]) -> Iterator[StepReport | RankFailure]:
+        """Run trials in order, yielding a report a step. A failure is the last item, never raised.
+
+        Collective over the world: every rank must be given the same trials.
+        """
+        try:
+            for trial_index, spec in enumerate(trials):
+                yield from self._trial(spec, trial_index).run()
+        except Exception as error:
+            yield self._failure(error)
+        self._clock.enter(RankPhase.IDLE)
+
+    def trial(self, spec: TrialSpec, trial_index: int = 0) -> RankTrial:
+        """Build one trial without running it; for measuring steps one by one."""
+        return self._trial(spec, trial_index)
+
+    def close(self) -> None:
+        """Leave the world."""
+        self._groups.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _trial(self, spec: TrialSpec, trial_index: int) -> RankTrial:
+        if spec.mesh.world_size != self.world_size:
+            raise SpecError(
+                f"mesh of {spec.mesh.world_size} ranks on a world of {self.world_size}: start dp x pp x tp ranks"
+            )
+        self._clock.enter(RankPhase.FORMING, trial_index)
+        groups = self.mesh_groups(spec.mesh)
+        coordinates = spec.mesh.coordinates(self.world_rank)
+        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays)
+
+    def mesh_groups(self, mesh: Mesh) -> MeshGroups:
+        """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""
+        if mesh not in self._groups:
+            if len(self._groups) >= MAX_CACHED_MESHES:
+                self._groups.popitem(last=False)[1].close()
+            self._groups[mesh] = MeshGroups(mesh, self.world_rank, self._timeout_s)
+        self._groups.move_to_end(mesh)
+        return self._groups[mesh]
+
+    def _failure(self, error: Exception) -> RankFailure:
+        position = self._clock.position
+        known = isinstance(error, WorkerError)
+        message = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
+        collateral = is_collateral(error)
+        return RankFailure(
+            world_rank=self.world_rank,
+            node=self._node,
+            phase=position.phase,
+            trial_index=position.trial_index,
+            step=position.step,
+            code=error.code
+            if isinstance(error, WorkerError)
+            else ("collective_failed" if collateral else "rank_raised"),
+            message=message,
+            collateral=collateral,
+        )
+
+
+class ReplayMemo:
+    """Single-process replays, remembered: the orderings of one request share their data and so their truth."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: OrderedDict[tuple[TrialSpec, int, int], tuple[Replay, Replay]] = OrderedDict()
+
+    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
+        """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
+        if spec.probe is ProbeName.GPT and step > 0:
+            return None
+        # Neither the ordering nor the number of steps changes the data or the weights.
+        key = (replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None), step, dp_rank)
+        if key not in self._known:
+            if len(self._known) >= MAX_CACHED_REPLAYS:
+                self._known.popitem(last=False)
+            self._known[key] = compute_replays(spec, step, dp_rank, self._device)
+        self._known.move_to_end(key)
+        return self._known[key][0 if end is End.WTE else 1]
+
+
+def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[Replay, Replay]:
+    """(wte, lm_head) contributions of one dp rank, computed by this process alone, each with its floor."""
+    if spec.probe is ProbeName.EXACT:
+        exact = exact_tied_gradients(spec, step, dp_rank)
+        wte = Replay(exact.wte_P.to(device, torch.float32), 0.0)
+        return wte, wte if exact.lm_head_P is None else Replay(exact.lm_head_P.to(device, torch.float32), 0.0)
+    replayed = replay_tied_gradients(spec, step, dp_rank, device)
+    precise = replay_tied_gradients(spec, step, dp_rank, device, dtype=torch.float64)
+    wte = Replay(replayed.wte_P, _distance(replayed.wte_P, precise.wte_P))
+    if replayed.lm_head_P is None or precise.lm_head_P is None:
+        return wte, wte
+    return wte, Replay(replayed.lm_head_P, _distance(replayed.lm_head_P, precise.lm_head_P))
+
+
+def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:
+    return float((a_P.double() - b_P).abs().max()) if a_P.numel() else 0.0
+
+
+def is_collateral(error: BaseException) -> bool:
+    """Whether an exception only says that a peer went away: such a rank is a victim, not the cause."""
+    if isinstance(error, CollectiveError | dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _COLLATERAL_SIGNS)
+
+
+def first_cause(failures: Iterable[RankFailure]) -> RankFailure | None:
+    """Of several ranks' failures the one to report: a rank that broke by itself, before those that only noticed."""
+    return min(failures, key=lambda failure: (failure.collateral, failure.world_rank), default=None)
+
+
+def host_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """The rendezvous store, on a port that the system chooses. Rank 0 keeps it for the life of the world."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return store, store.port
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Rank 0's store, from another rank."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _configure_torch() -> None:
+    """Full float32 arithmetic: reduced-precision shortcuts would hide in the floor."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

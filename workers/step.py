@@ -1,0 +1,297 @@
+"""One rank's part of a trial: training steps under one ordering, each measured and reported.
+
+A step is forward and backward through the pipeline, the ordering's sync phases, the optimizer, and then the
+judgement. The measured code never looks at the judgement's data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from workers.checks.replicas import digest
+from workers.communicator import ProcessGroups
+from workers.contract import (
+    Coordinates,
+    DivergenceRow,
+    End,
+    Phase,
+    Position,
+    ProbeName,
+    RankPhase,
+    ReplicaRow,
+    StepReport,
+    TiedRow,
+    TraceRow,
+    TrialSpec,
+)
+from workers.divergence import judge_end
+from workers.exchange import Expectation, Holding, Replay
+from workers.faults import Striker
+from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into, select
+from workers.grad_sync import prescale_for, sync_gradients
+from workers.intervals import Interval
+from workers.layout import BufferLayout, build_layout
+from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members
+from workers.models import build_stage, microbatches
+from workers.optimizer import ShardedOptimizer
+from workers.orderings import ORDERINGS, Ordering
+from workers.parameters import stage_parameters, tied_parameter_name
+from workers.pipeline import Pipeline
+from workers.prediction import trial_misowned
+
+_BLOCK_ELEMENTS = 1 << 17
+"""Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+
+
+class PhaseClock:
+    """Knows where its rank is, for errors and hangs, and how long each phase took."""
+
+    def __init__(self, world_rank: int) -> None:
+        self.on_position: Callable[[Position], None] | None = None
+        self._entered_s = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.position = Position(world_rank, RankPhase.IDLE, None, None, 0)
+
+    def enter(self, phase: RankPhase, trial_index: int | None = None, step: int | None = None) -> None:
+        """Move to a phase; the time since the last move is booked on the phase left."""
+        now_s = time.perf_counter()
+        left = self.position.phase.value
+        self.seconds[left] = self.seconds.get(left, 0.0) + now_s - self._entered_s
+        self._entered_s = now_s
+        self.position = Position(self.position.world_rank, phase, trial_index, step, self.position.sequence + 1)
+        if self.on_position is not None:
+            self.on_position(self.position)
+
+    def restart(self) -> None:
+        """Forget the booked times; a new step begins."""
+        self.seconds = {}
+        self._entered_s = time.perf_counter()
+
+
+ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
+"""(spec, step, dp_rank of the contribution, its end) -> its replay, or None where the weights are not known."""
+
+
+class RankTrial:
+    """One rank, one trial. Building it and each `run_step` are collective over the mesh."""
+
+    def __init__(
+        self,
+        spec: TrialSpec,
+        trial_index: int,
+        coordinates: Coordinates,
+        groups: MeshGroups,
+        device: torch.device,
+        clock: PhaseClock,
+        replay: ReplaySource,
+    ) -> None:
+        self._spec = spec
+        self._trial_index = trial_index
+        self._at = coordinates
+        self._clock = clock
+        self._replay = replay
+        self._ordering = ORDERINGS[spec.ordering]
+        self._end = end_of(spec.mesh, coordinates.pp_rank)
+        self._communicator = ProcessGroups(coordinates.world_rank, groups)
+        self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        clock.enter(RankPhase.BUILDING, trial_index)
+        self._build(groups, device)
+        self._expectation = expect(spec, self._ordering)
+        if spec.drill is not None and spec.drill.world_rank == coordinates.world_rank:
+            self._communicator.intercept = Striker(spec.drill, lambda: (clock.position.phase, clock.position.step))
+
+    def _build(self, groups: MeshGroups, device: torch.device) -> None:
+        spec, at = self._spec, self._at
+        module = build_stage(spec, at.pp_rank, device)
+        layout = stage_layout(spec, self._ordering, at.pp_rank)
+        self._tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
+        self._grads = GradBuffer(layout, device, self._tied_name)
+        self._weights = ParameterBuffer(module, layout)
+        accumulate_into(module, self._grads)
+        members = dp_members(spec.mesh, at.pp_rank)
+        self._optimizer = ShardedOptimizer(
+            spec.probe, self._weights, self._grads, members, at.world_rank, self._ordering.distributed_optimizer
+        )
+        self._pipeline = Pipeline(module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self._device = device
+        self._initial_digest = digest([self._weights.values])
+
+    def run(self) -> Iterator[StepReport]:
+        """Every step of the trial, in order."""
+        for step in range(self._spec.steps):
+            yield self.run_step(step)
+
+    def run_step(self, step: int) -> StepReport:
+        """One measured step. Collective over the mesh."""
+        self._clock.restart()
+        loss = self._compute_gradients(step)
+        local_P, trace = self._observe_local()
+        self._synchronise(step, trace)
+        self._enter(RankPhase.OPTIMIZER, step)
+        self._optimizer.step(self._communicator)
+        self._enter(RankPhase.STATISTICS, step)
+        divergence, tied = self._judge(step, local_P)
+        replica = ReplicaRow(self._initial_digest, digest([self._weights.values]))
+        self._enter(RankPhase.IDLE, step)
+        return self._report(step, divergence, tuple(trace), tied, replica, loss)
+
+    def run_bare_step(self, step: int) -> None:
+        """The same step with nothing measured: what the statistics' cost is compared with."""
+        self._compute_gradients(step)
+        sync_gradients(
+            self._ordering,
+            self._spec.mesh,
+            {self._at.world_rank: self._grads},
+            self._communicator,
+            self._prescale,
+            lambda _: None,
+        )
+        self._optimizer.step(self._communicator)
+
+    def _compute_gradients(self, step: int) -> float | None:
+        self._enter(RankPhase.FORWARD_BACKWARD, step)
+        if self._spec.probe is ProbeName.EXACT and step > 0:
+            self._reseed(step)
+        self._grads.zero()
+        tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
+        return self._pipeline.run_step(tokens, targets)
+
+    def _reseed(self, step: int) -> None:
+        """Give the exact probe the weights of this step: those that an update left could outgrow the exact range."""
+        fresh = build_stage(self._spec, self._at.pp_rank, self._device, step)
+        for name, parameter in fresh.named_parameters():
+            self._weights.parameter(name).copy_(parameter.detach().flatten())
+        self._optimizer.reload_masters()
+
+    def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
+        if self._end is None:
+            return None, []
+        local_P = self._tied_grad().clone()
+        return local_P, self._trace(Phase.LOCAL)
+
+    def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
+        spec = self._spec
+        buffers = {self._at.world_rank: self._grads}
+
+        def observe(phase: Phase) -> None:
+            with self._statistics(step):
+                trace.extend(self._trace(phase))
+
+        self._enter(RankPhase.DP_SYNC, step)
+        sync_gradients(self._ordering, spec.mesh, buffers, self._communicator, self._prescale, observe)
+        last = trace[-spec.mesh.dp :]
+        trace.extend(_relabel(row, Phase.FINAL) for row in last)
+
+    @contextmanager
+    def _statistics(self, step: int) -> Iterator[None]:
+        """Book what runs inside as statistics, though it happens in the midst of the sync."""
+        phase = self._clock.position.phase
+        self._enter(RankPhase.STATISTICS, step)
+        yield
+        self._enter(phase, step)
+
+    def _trace(self, phase: Phase) -> list[TraceRow]:
+        if self._end is None or self._tied_name is None:
+            return []
+        grad_P = self._tied_grad()
+        rows = []
+        for shard in range(self._spec.mesh.dp):
+            part_n = select(grad_P, self._grads.layout.owned_intervals(self._tied_name, shard))
+            total, l2 = moments(part_n)
+            rows.append(TraceRow(phase, self._end, shard, part_n.numel(), total, l2, digest([part_n])))
+        return rows
+
+    def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
+        if local_P is None or self._tied_name is None or self._end is None:
+            return (), None
+        neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
+        holding = Holding(
+            local_P=local_P,
+            replay=self._replay(self._spec, step, neighbour, self._end),
+            synced_P=self._tied_grad(),
+            weight_P=self._weights.parameter(self._tied_name),
+        )
+        judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
+        return (judgement.divergence,), judgement.tied
+
+    def _tied_grad(self) -> Tensor:
+        return self._grads.tied_grad()
+
+    def _enter(self, phase: RankPhase, step: int) -> None:
+        self._clock.enter(phase, self._trial_index, step)
+
+    def _report(
+        self,
+        step: int,
+        divergence: tuple[DivergenceRow, ...],
+        trace: tuple[TraceRow, ...],
+        tied: TiedRow | None,
+        replica: ReplicaRow,
+        loss: float | None,
+    ) -> StepReport:
+        spec, at = self._spec, self._at
+        return StepReport(
+            trial_index=self._trial_index,
+            probe=spec.probe,
+            ordering=spec.ordering,
+            repeat=spec.repeat,
+            step=step,
+            world_rank=at.world_rank,
+            dp_rank=at.dp_rank,
+            pp_rank=at.pp_rank,
+            tp_rank=at.tp_rank,
+            divergence=divergence,
+            trace=trace,
+            tied=tied,
+            replica=replica,
+            loss=loss,
+            seconds=dict(self._clock.seconds),
+        )
+
+
+def stage_layout(spec: TrialSpec, ordering: Ordering, pp_rank: int) -> BufferLayout:
+    """The buffer layout of one stage under an ordering. Raises LayoutAssertionError where that version would."""
+    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, pp_rank)
+    return build_layout(parameters, ordering.rule, spec.mesh.dp)
+
+
+def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
+    """What the ordering does to the tied weight: pure, the same on every rank."""
+    mesh = spec.mesh
+    owned = []
+    for world_rank in ends_members(mesh):
+        at = mesh.coordinates(world_rank)
+        layout = stage_layout(spec, ordering, at.pp_rank)
+        name = tied_parameter_name(mesh.pp, at.pp_rank) or ""
+        placed = layout.param(name)
+        everything = (Interval(0, placed.stop - placed.start),)
+        owned.append(layout.owned_intervals(name, at.dp_rank) if ordering.distributed_optimizer else everything)
+    return Expectation(
+        probe=spec.probe,
+        mesh=mesh,
+        prescale=prescale_for(ordering, spec.probe, mesh.dp),
+        sharded=ordering.distributed_optimizer,
+        bit_tied=ordering.bit_tied,
+        misowned=trial_misowned(spec),
+        owned=tuple(owned),
+    )
+
+
+def moments(values_n: Tensor) -> tuple[float, float]:
+    """Sum and L2 norm of a flat tensor, added in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=values_n.device)
+    squared = torch.zeros_like(total)
+    for block in values_n.split(_BLOCK_ELEMENTS):
+        doubled = block.double()
+        total += doubled.sum()
+        squared += doubled.dot(doubled)
+    return float(total), float(squared.sqrt())
+
+
+def _relabel(row: TraceRow, phase: Phase) -> TraceRow:
+    return TraceRow(phase, row.end, row.shard, row.num_elements, row.sum, row.l2, row.digest)

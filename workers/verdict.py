@@ -1,0 +1,188 @@
+"""From every rank's reports to a verdict: may a large training run start here?
+
+Pure rules over statistics, shared by the service and `torchrun -m workers`. A crash never gets here: that is an error,
+not a verdict. What was not looked at is never green: a rule that cannot be applied makes the verdict inconclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from workers.contract import Judgement, ProbeName, Reason, Role, StepReport, TrialSpec, TrialSummary, Verdict
+from workers.evidence import (
+    Evidence,
+    collect,
+    disagreements,
+    nonfinite,
+    sift,
+    summarise,
+    uncovered_steps,
+    untied_steps,
+)
+from workers.intervals import count
+from workers.prediction import trial_misowned
+
+VERDICT_RULES_VERSION = 1
+"""Rises with every change of what makes a verdict; stored with each validation."""
+
+
+def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgement:
+    """The verdict on these trials, given what the ranks reported, in any order.
+
+    `trials` are those of the plan, in its order: reports name them by index. A failure outranks every doubt, and
+    without a failure any doubt makes the verdict inconclusive.
+    """
+    sifted = sift(trials, reports)
+    gathered = collect(trials, sifted.accepted)
+    doubts = [Reason("report_mismatch", f"{sentence} It was not counted.") for sentence in sifted.rejected]
+    failures: list[Reason] = []
+    summaries: list[TrialSummary] = []
+    for evidence in gathered:
+        failed, doubted = list(_failures(evidence)), list(_doubts(evidence))
+        failures += failed
+        doubts += doubted
+        summaries.append(summarise(evidence, ok=not failed and not doubted))
+    doubts += _unproven(gathered)
+    return _conclude(failures, doubts, tuple(summaries), gathered)
+
+
+def _conclude(
+    failures: list[Reason], doubts: list[Reason], summaries: tuple[TrialSummary, ...], gathered: tuple[Evidence, ...]
+) -> Judgement:
+    if failures:
+        return Judgement(Verdict.FAIL, (*failures, *doubts), summaries)
+    if doubts:
+        return Judgement(Verdict.INCONCLUSIVE, tuple(doubts), summaries)
+    return Judgement(Verdict.PASS, (_clean(gathered),), summaries)
+
+
+def _failures(evidence: Evidence) -> Iterator[Reason]:
+    """What no healthy cluster shows, whatever the ordering; and for a subject, any divergence at all."""
+    broken = list(nonfinite(evidence))
+    if broken:
+        report, what = broken[0]
+        yield Reason(
+            "non_finite", f"{evidence.title}: {what} {_at(report)} is not finite ({len(broken)} such findings)."
+        )
+    apart = list(disagreements(evidence))
+    if apart:
+        one, other = apart[0]
+        message = f"the weights of world_rank {one.world_rank} and its replica {_at(other)} are not the same bits"
+        yield Reason("replicas_disagree", f"{evidence.title}: {message} ({len(apart)} such pairs).")
+    if evidence.role is Role.SUBJECT:
+        yield from _subject_failures(evidence)
+
+
+def _subject_failures(evidence: Evidence) -> Iterator[Reason]:
+    hit = [(report, row) for report, row in evidence.rows() if row.diverged_elements or row.unexpected_elements]
+    if hit:
+        report, row = max(hit, key=lambda pair: pair[1].diverged_elements)
+        where = f"most {_at(report)}: {row.diverged_elements} of {row.owned_elements} elements of {row.end.value}"
+        span = f"between elements {row.first_diverged} and {row.last_diverged}, by up to {row.max_abs_error:.3e}"
+        total = max(evidence.total("diverged_elements"), evidence.total("unexpected_elements"))
+        yield Reason("subject_diverged", f"{evidence.title}: {total} elements are wrong, {where}, {span}.")
+    exceeded = sum(tied.exceeded_elements for tied in evidence.ties())
+    if exceeded:
+        message = f"{exceeded} elements differ between the two ends by more than rounding allows"
+        yield Reason("ends_differ", f"{evidence.title}: {message}.")
+    far = evidence.total("reference_exceeded_elements")
+    if far:
+        message = f"{far} elements are further from the single-process run than rounding allows"
+        yield Reason("reference_exceeded", f"{evidence.title}: {message}.")
+
+
+def _doubts(evidence: Evidence) -> Iterator[Reason]:
+    """Why this evidence is not complete, or a control is not what was predicted."""
+    if evidence.missing:
+        yield Reason("missing_reports", f"{evidence.title}: {_missing(evidence)}.")
+        return
+    yield from _coverage_doubts(evidence)
+    steps = sum(spec.steps for spec in evidence.specs.values())
+    predicted, allowed = evidence.total("predicted_elements"), evidence.misowned_elements * steps
+    if predicted > allowed:
+        message = f"the ranks predict {predicted} wrong elements, but the layouts allow {allowed}"
+        yield Reason("prediction_mismatch", f"{evidence.title}: {message}; the instrument contradicts itself.")
+    if evidence.role is Role.CONTROL:
+        yield from _control_doubts(evidence)
+
+
+def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
+    uncovered = list(uncovered_steps(evidence))
+    if evidence.total("owned_elements") == 0:
+        yield Reason("nothing_compared", f"{evidence.title}: not one gradient element was compared.")
+    elif uncovered:
+        index, step, end = uncovered[0]
+        where = f"{end.value}, repeat {evidence.specs[index].repeat}, step {step}"
+        message = f"not all {evidence.num_elements} elements of {where} were compared"
+        yield Reason("partly_compared", f"{evidence.title}: {message} ({len(uncovered)} such gaps).")
+    untied = list(untied_steps(evidence)) if evidence.role is Role.SUBJECT else []
+    if untied:
+        message = f"the two ends were not compared with each other in full in {len(untied)} steps"
+        yield Reason("ends_not_compared", f"{evidence.title}: {message}.")
+
+
+def _control_doubts(evidence: Evidence) -> Iterator[Reason]:
+    predicted, missed = evidence.total("predicted_elements"), evidence.total("missed_elements")
+    diverged, unexpected = evidence.total("diverged_elements"), evidence.total("unexpected_elements")
+    if predicted and not diverged:
+        message = f"none of the {predicted} elements predicted wrong was seen wrong; the instrument may be blind"
+        yield Reason("control_not_seen", f"{evidence.title}: {message}.")
+    elif missed or unexpected:
+        message = f"of {predicted} elements predicted wrong {missed} were not, and {unexpected} others were"
+        yield Reason("control_mismatch", f"{evidence.title}: {message}; the instrument and its prediction disagree.")
+
+
+def _unproven(gathered: Sequence[Evidence]) -> Iterator[Reason]:
+    """Per probe: a control that could be exercised, and a subject, must both have run."""
+    if not gathered:
+        yield Reason("nothing_ran", "There was no trial to judge; ask for at least one probe and ordering.")
+    for probe in dict.fromkeys(evidence.spec.probe for evidence in gathered):
+        of_probe = [evidence for evidence in gathered if evidence.spec.probe is probe]
+        yield from _missing_roles(probe, of_probe)
+
+
+def _missing_roles(probe: ProbeName, of_probe: Sequence[Evidence]) -> Iterator[Reason]:
+    controls = [evidence for evidence in of_probe if evidence.role is Role.CONTROL]
+    if not controls:
+        message = "no control ran, so nothing shows that a wrong gradient would be seen; add buggy to orderings"
+        yield Reason("no_control", f"{probe.value}: {message}.")
+    # With reports missing it is not known what was predicted; that has its own reason.
+    elif not any(evidence.missing or evidence.total("predicted_elements") for evidence in controls):
+        whys = "; ".join(f"{evidence.title}: {_why_not_applicable(evidence)}" for evidence in controls)
+        yield Reason("control_not_applicable", f"No control could show that a wrong gradient would be seen. {whys}.")
+    if len(controls) == len(of_probe):
+        message = "no subject ran, so nothing was shown to be right; add own_bucket or fixed to orderings"
+        yield Reason("no_subject", f"{probe.value}: {message}.")
+
+
+def _why_not_applicable(evidence: Evidence) -> str:
+    spec = evidence.spec
+    if spec.mesh.dp == 1:
+        return "with dp=1 the one replica owns every element, so no ordering can get one wrong"
+    if spec.mesh.pp == 1:
+        return "with pp=1 one stage holds the only copy of the tied weight, so nothing is tied"
+    if not count(trial_misowned(spec)):
+        return "both ends shard the tied weight alike on this mesh and model, so no element is owned differently"
+    return "the terms that its elements lack are zero or too small to be told from rounding"
+
+
+def _clean(gathered: Sequence[Evidence]) -> Reason:
+    """What a green verdict rests on."""
+    mesh = gathered[0].spec.mesh
+    subjects = [evidence for evidence in gathered if evidence.role is Role.SUBJECT]
+    controls = [evidence for evidence in gathered if evidence.role is Role.CONTROL]
+    compared = sum(evidence.total("owned_elements") for evidence in subjects)
+    predicted = sum(evidence.total("predicted_elements") for evidence in controls)
+    right = f"{', '.join(evidence.title for evidence in subjects)} right in all {compared} elements compared"
+    seen = f"{', '.join(evidence.title for evidence in controls)} wrong in exactly the {predicted} predicted"
+    return Reason("clean", f"On dp={mesh.dp} x pp={mesh.pp}: {right}; {seen}.")
+
+
+def _missing(evidence: Evidence) -> str:
+    shown = ", ".join(f"repeat {r} step {s} world_rank {w}" for r, s, w in evidence.missing[:3])
+    more = f" and {len(evidence.missing) - 3} more" if len(evidence.missing) > 3 else ""
+    return f"{len(evidence.missing)} of {evidence.num_reports_due} reports never came: {shown}{more}"
+
+
+def _at(report: StepReport) -> str:
+    return f"on world_rank {report.world_rank} in repeat {report.repeat}, step {report.step}"
