@@ -69,20 +69,23 @@ class ProcessGroups:
         bucket_N = buckets[self._world_rank]
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
-        self._run(bucket_N, members, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
+        trivial = _is_trivial(bucket_N, members)
+        self._run(trivial, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
 
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         tensor_N = tensors[self._world_rank]
         group = self._groups[members]
-        self._run(tensor_N, members, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
+        trivial = _is_trivial(tensor_N, members)
+        self._run(trivial, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         bucket_N = buckets[self._world_rank]
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
-        self._run(bucket_N, members, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True))
+        trivial = _is_trivial(bucket_N, members)
+        self._run(trivial, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True))
 
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         """Send `sends[i]` to member i; returns what each member i sent here, `receive_sizes[i]` elements."""
@@ -94,13 +97,13 @@ class ProcessGroups:
             received.copy_(sent)
         else:
             exchange = lambda: dist.all_to_all_single(received, sent, list(receive_sizes), sizes, group, async_op=True)  # noqa: E731
-            self._run(sent, members, exchange)
+            # Never trivial: a rank with nothing to send may still be waited for.
+            self._run(False, exchange)
         return list(received.split(list(receive_sizes)))
 
-    def _run(self, tensor_N: Tensor, members: Members, issue: Callable[[], dist.Work | None]) -> None:
-        """Issue one collective and wait for it; a drill may strike before, in and after. A group of one only waits."""
+    def _run(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> None:
+        """Issue one collective and wait for it; a drill may strike before, in and after, also where it is trivial."""
         self._strike(Moment.BEFORE)
-        trivial = len(members) == 1 or tensor_N.numel() == 0
         try:
             work = None if trivial else issue()
         except RuntimeError as error:
@@ -148,6 +151,11 @@ class VirtualRanks:
         gathered_N = torch.cat([part(buckets[rank], index, size) for index, rank in enumerate(members)])
         for world_rank in members:
             buckets[world_rank].copy_(gathered_N)
+
+
+def _is_trivial(tensor_N: Tensor, members: Members) -> bool:
+    """Whether a sum or gather of a tensor that is equally long on every member moves nothing."""
+    return len(members) == 1 or tensor_N.numel() == 0
 
 
 def part(tensor_N: Tensor, index: int, num_parts: int) -> Tensor:

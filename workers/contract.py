@@ -86,6 +86,7 @@ class RankPhase(StrEnum):
     DP_SYNC = "dp_sync"
     TIE = "tie"
     STATISTICS = "statistics"
+    JUDGEMENT = "judgement"
     OPTIMIZER = "optimizer"
     IDLE = "idle"
 
@@ -291,6 +292,8 @@ class StepReport:
     """Mean loss over this dp rank's microbatches; on the last stage only."""
     seconds: dict[str, float]
     """Time by RankPhase value, in seconds, from a monotonic clock."""
+    nonfinite_elements: int = 0
+    """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
 
 
 @dataclass(frozen=True, slots=True)

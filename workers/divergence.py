@@ -24,7 +24,6 @@ from workers.exchange import Exchange, Expectation, Holding, Piece, positions
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
-from workers.layout import PrescaleKind
 from workers.mesh import end_of
 
 UNIT_ROUNDOFF = 2.0**-24
@@ -246,15 +245,15 @@ _SUMS = ("value", "value_squared", "truth_squared", "value_truth", "error_square
 def rounding_bound(magnitude_n: Tensor, num_terms: int, prescale: Prescale) -> Tensor:
     """Largest |float32 sum - exact sum| that rounding can cause, in any order, with each term or partial sum scaled.
 
-    `magnitude_n` is the float64 sum of |scaled terms|. Per term one rounding for a division, two for a product
-    with a rounded inverse; none where the divisor is a power of two. One subnormal a term covers underflow, and the
-    float64 sum's own error is added.
+    `magnitude_n` is the float64 sum of |scaled terms|. Scaling costs nothing where the divisor is a power of two, else
+    two roundings: of the inverse and of the product. A division would cost one, but CUDA divides by a number by
+    multiplying with its inverse. One subnormal a term covers underflow. The truth's own float64 error (factor, product,
+    sum, and a second sum for what is predicted to be missing) is added.
     """
-    power_of_two = prescale.divisor & (prescale.divisor - 1) == 0
-    extra = 0 if power_of_two else (1 if prescale.kind is PrescaleKind.DIVIDE else 2)
+    extra = 0 if prescale.divisor & (prescale.divisor - 1) == 0 else 2
     roundings = num_terms - 1 + extra
     second_order = 1 + 2 * (num_terms + extra) * UNIT_ROUNDOFF
-    relative = roundings * UNIT_ROUNDOFF * second_order + num_terms * DOUBLE_ROUNDOFF
+    relative = roundings * UNIT_ROUNDOFF * second_order + (2 * num_terms + 4) * DOUBLE_ROUNDOFF
     return magnitude_n * relative + num_terms * SMALLEST_SUBNORMAL
 
 

@@ -166,6 +166,8 @@ def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
         elif not all(map(isfinite, (row.sum, row.l2, row.max_abs_error, row.reference_max_abs_error or 0.0))):
             yield report, f"a statistic of {row.end.value}'s gradient"
     for report in evidence.reports:
+        if report.nonfinite_elements:
+            yield report, f"a gradient or a weight of any parameter ({report.nonfinite_elements} elements)"
         if report.loss is not None and not isfinite(report.loss):
             yield report, "the loss"
         tied = report.tied

@@ -21,7 +21,7 @@ from workers.grad_sync import Prescale
 from workers.intervals import Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members, ends_members
 
-PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 18
 """Elements of an owner's intervals judged at a time: bounds the memory that judging needs."""
 
 

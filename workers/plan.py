@@ -1,4 +1,4 @@
-"""From an experiment as it is asked for to the trials that a gang runs, once it breaks no rule.
+"""What a gang may be formed for: every rule that an experiment can break, checked before any worker starts.
 
 Pure rules shared by the service and `torchrun -m workers`; types are checked by whoever parses. No I/O, no torch.
 """
@@ -6,50 +6,45 @@ Pure rules shared by the service and `torchrun -m workers`; types are checked by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
-from workers.contract import (
-    NAMED_MODELS,
-    BatchSpec,
-    Device,
-    Drill,
-    Dtype,
-    Mesh,
-    ModelSpec,
-    OrderingName,
-    ProbeName,
-    Schedule,
-    TrialSpec,
+from workers.contract import NAMED_MODELS, BatchSpec, Device, Mesh, ModelSpec, ProbeName
+from workers.errors import LayoutAssertionError
+from workers.experiment import (
+    ExperimentSpec,
+    default_batch,
+    probe_batch,
+    probe_model,
+    resolve,
+    trials,
 )
-from workers.errors import LayoutAssertionError, SpecError
 from workers.parameters import stage_parameters
 from workers.prediction import ordering_layouts
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "DRILL_FAULTS",
+    "ExperimentSpec",
+    "FieldPath",
+    "Limits",
+    "Violation",
+    "default_batch",
+    "exact_bound",
+    "probe_batch",
+    "probe_model",
+    "resolve",
+    "trials",
+    "violations",
+]
 
 DRILL_FAULTS = tuple(f"{how}_{moment}_collective" for how in ("raise", "kill") for moment in ("before", "in", "after"))
 """Names of `workers.faults`, repeated here because a plan must not load torch."""
 
+EXACT_LIMIT = 1 << 24
+"""Float32 holds every integer up to here."""
+
 FieldPath = tuple[str | int, ...]
 """Path of a field inside a request, as in ("mesh", "dp")."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExperimentSpec:
-    """What a validation asks of a gang; every field has a default. `batch` None means: chosen by `resolve`."""
-
-    mesh: Mesh = field(default_factory=Mesh)
-    model: str | ModelSpec = "tiny"
-    batch: BatchSpec | None = None
-    schedule: Schedule = Schedule.ONE_F_ONE_B
-    overlap: bool = False
-    bucket_size: int | None = None
-    probes: tuple[ProbeName, ...] = (ProbeName.EXACT, ProbeName.GPT)
-    orderings: tuple[OrderingName, ...] = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
-    steps: int = 2
-    repeats: int = 1
-    dtype: Dtype = Dtype.FLOAT32
-    device: Device = Device.AUTO
-    seed: int = 0
-    drill: Drill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +52,6 @@ class Limits:
     """The largest values that are accepted; the service puts its configured ones here."""
 
     max_world_size: int = 1024
-    max_dp: int = 1024
-    max_pp: int = 128
     max_steps: int = 100
     max_repeats: int = 100
     max_steps_x_repeats: int = 100
@@ -71,6 +64,8 @@ class Limits:
     max_num_microbatches: int = 4_096
     max_stage_elements: int = 2**28
     """Elements of one rank's parameters; each costs about 20 bytes there (weight, main_grad, Adam, statistics)."""
+    max_activation_elements: int = 2**28
+    """Elements of the largest tensor of one microbatch: logits, attention scores or the feed-forward's inside."""
     max_seed: int = 2**31 - 1
 
 
@@ -93,50 +88,6 @@ class Violation:
 DEFAULT_LIMITS = Limits()
 
 
-def resolve(spec: ExperimentSpec) -> ExperimentSpec:
-    """The same experiment with its defaults filled in; the pipeline needs as many microbatches as it has stages."""
-    if spec.batch is not None:
-        return spec
-    return replace(spec, batch=default_batch(spec.mesh))
-
-
-def default_batch(mesh: Mesh) -> BatchSpec:
-    """What `batch` is where none is asked for."""
-    return BatchSpec(micro_batch_size=1, num_microbatches=max(2, mesh.pp))
-
-
-def trials(spec: ExperimentSpec, device: Device) -> tuple[TrialSpec, ...]:
-    """The trials in the order in which a gang runs them: by repeat, then probe, then ordering.
-
-    Repeat r uses seed + r. `device` is what `auto` was resolved to. Raises SpecError for an unknown model.
-    """
-    spec = resolve(spec)
-    return tuple(
-        _trial(spec, probe, ordering, repeat, device)
-        for repeat in range(spec.repeats)
-        for probe in spec.probes
-        for ordering in spec.orderings
-    )
-
-
-def probe_model(spec: ExperimentSpec, probe: ProbeName) -> ModelSpec:
-    """The model of a probe: the requested one; with a name, exact keeps its own default."""
-    if isinstance(spec.model, ModelSpec):
-        return spec.model
-    if probe is ProbeName.EXACT:
-        return ModelSpec(vocab_size=64, hidden_size=32, num_layers=max(4, spec.mesh.pp), num_heads=4, seq_len=16)
-    if spec.model not in NAMED_MODELS:
-        raise SpecError(f"model {spec.model!r} is unknown; name one of {sorted(NAMED_MODELS)}, or give sizes")
-    return NAMED_MODELS[spec.model]
-
-
-def probe_batch(spec: ExperimentSpec, probe: ProbeName) -> BatchSpec:
-    """The batch of a probe: the requested one; with a named model, exact keeps its own default."""
-    if probe is ProbeName.EXACT and not isinstance(spec.model, ModelSpec):
-        return BatchSpec(micro_batch_size=1, num_microbatches=max(4, spec.mesh.pp))
-    return spec.batch or default_batch(spec.mesh)
-
-
 def violations(spec: ExperimentSpec, limits: Limits = DEFAULT_LIMITS) -> tuple[Violation, ...]:
     """Every rule that the experiment breaks; empty when a gang may be formed for it."""
     found = [
@@ -148,31 +99,13 @@ def violations(spec: ExperimentSpec, limits: Limits = DEFAULT_LIMITS) -> tuple[V
         *_drill_violations(spec),
     ]
     # Layouts can be computed only once every size is in range.
-    return tuple(found) or (*_size_violations(spec, limits), *_layout_violations(spec))
-
-
-def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repeat: int, device: Device) -> TrialSpec:
-    return TrialSpec(
-        probe=probe,
-        ordering=ordering,
-        mesh=spec.mesh,
-        model=probe_model(spec, probe),
-        batch=probe_batch(spec, probe),
-        schedule=spec.schedule,
-        # The exact probe's integers need float32, whatever dtype the gpt is to train in.
-        dtype=Dtype.FLOAT32 if probe is ProbeName.EXACT else spec.dtype,
-        device=device,
-        steps=spec.steps,
-        repeat=repeat,
-        seed=spec.seed + repeat,
-        drill=spec.drill,
-    )
+    return tuple(found) or (*_size_violations(spec, limits), *_layout_violations(spec), *_exact_violations(spec))
 
 
 def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:
     mesh = spec.mesh
-    yield from _in_range(("mesh", "dp"), mesh.dp, 1, limits.max_dp)
-    yield from _in_range(("mesh", "pp"), mesh.pp, 1, limits.max_pp)
+    yield from _in_range(("mesh", "dp"), mesh.dp, 1, None)
+    yield from _in_range(("mesh", "pp"), mesh.pp, 1, None)
     for name, size in (("tp", mesh.tp), ("vpp", mesh.vpp)):
         if size != 1:
             yield Violation(("mesh", name), size, f"{name} other than 1 is not supported yet", f"set {name} to 1")
@@ -264,14 +197,27 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
 
 def _size_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:
     """What a rank would have to hold."""
-    if not isinstance(spec.model, ModelSpec):
-        return
-    largest = max(
-        _stage_elements(spec, probe, pp_rank) for probe in spec.probes for pp_rank in _outer_stages(spec.mesh)
-    )
-    if largest > limits.max_stage_elements:
-        rule = f"a rank may hold at most {limits.max_stage_elements} parameter elements and one would hold {largest}"
-        yield Violation(("model",), largest, rule, "use a smaller model, or a larger pp")
+    for probe in spec.probes:
+        held = max(_stage_elements(spec, probe, pp_rank) for pp_rank in _outer_stages(spec.mesh))
+        if held > limits.max_stage_elements:
+            rule = (
+                f"a rank may hold at most {limits.max_stage_elements} parameter elements and {probe.value} needs {held}"
+            )
+            yield Violation(("model",), _shown(spec.model), rule, "use a smaller model, or a larger pp")
+        largest = _largest_activation(probe_model(spec, probe), probe_batch(spec, probe))
+        if largest > limits.max_activation_elements:
+            allowed = limits.max_activation_elements
+            rule = f"a microbatch's largest tensor may have {allowed} elements and {probe.value}'s has {largest}"
+            yield Violation(("model",), _shown(spec.model), rule, "lower micro_batch_size, seq_len or vocab_size")
+
+
+def _shown(model: str | ModelSpec) -> object:
+    return model if isinstance(model, str) else asdict(model)
+
+
+def _largest_activation(model: ModelSpec, batch: BatchSpec) -> int:
+    per_token = max(model.vocab_size, 4 * model.hidden_size, model.num_heads * model.seq_len)
+    return batch.micro_batch_size * model.seq_len * per_token
 
 
 def _layout_violations(spec: ExperimentSpec) -> Iterator[Violation]:
@@ -285,6 +231,31 @@ def _layout_violations(spec: ExperimentSpec) -> Iterator[Violation]:
             yield Violation(path, trial.ordering.value, rule, "leave this ordering out, or change dp or the sizes")
 
 
+def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    if ProbeName.EXACT not in spec.probes:
+        return
+    bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), spec.mesh.dp)
+    if bound > EXACT_LIMIT:
+        path = ("probes", spec.probes.index(ProbeName.EXACT))
+        rule = f"its sums could reach {bound}, above {EXACT_LIMIT}, where float32 stops being exact"
+        yield Violation(path, ProbeName.EXACT.value, rule, "use fewer tokens a step, fewer layers or a smaller dp")
+
+
+def exact_bound(model: ModelSpec, batch: BatchSpec, dp: int) -> int:
+    """The most that the terms of any gradient of the exact probe can add up to over a mesh, from sizes alone.
+
+    Weights and upstream gradients are at most 2, biases at most 1, A is a permutation and B spreads hi evenly over lo
+    (`workers.models.exact`): an output is at most 2 + 2 layers, a column's gradient at most 4, and each layer adds at
+    most `fan` times that to lo's. Token ids are spread evenly over the vocabulary.
+    """
+    lo = model.hidden_size // 2
+    fan = -(-(model.hidden_size - lo) // lo)
+    num_tokens = batch.micro_batch_size * batch.num_microbatches * model.seq_len
+    tokens_per_id = -(-num_tokens // model.vocab_size)
+    wte, lm_head = 4 + 4 * fan * model.num_layers, 2 * (2 + 2 * model.num_layers)
+    return dp * max(tokens_per_id * (wte + lm_head), num_tokens * 8 * fan)
+
+
 def _stage_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:
     return sum(p.numel for p in stage_parameters(probe, probe_model(spec, probe), spec.mesh, pp_rank))
 
@@ -294,8 +265,8 @@ def _outer_stages(mesh: Mesh) -> Iterable[int]:
     return {0, mesh.pp - 1}
 
 
-def _in_range(path: FieldPath, value: int, least: int, most: int) -> Iterator[Violation]:
+def _in_range(path: FieldPath, value: int, least: int, most: int | None) -> Iterator[Violation]:
     if value < least:
         yield Violation(path, value, f"the least value allowed is {least}", f"ask for {least} or more")
-    elif value > most:
+    elif most is not None and value > most:
         yield Violation(path, value, f"the largest value allowed is {most}", f"ask for {most} or less")

@@ -72,10 +72,14 @@ class RankSession:
         device: Device,
         timeout_s: float,
         node: str | None = None,
+        backend: str | None = None,
     ) -> RankSession:
-        """Form the default group over `store` (gloo, or NCCL on CUDA). Collective over the world."""
+        """Form the default group over `store`. Collective over the world.
+
+        `backend` None takes NCCL on CUDA and gloo on CPU; gloo on CUDA lets several ranks share one GPU.
+        """
         dist.init_process_group(
-            backend="nccl" if device is Device.CUDA else "gloo",
+            backend=backend or ("nccl" if device is Device.CUDA else "gloo"),
             store=store,
             rank=world_rank,
             world_size=world_size,

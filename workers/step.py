@@ -6,9 +6,9 @@ judgement. The measured code never looks at the judgement's data.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -37,14 +37,19 @@ from workers.grad_sync import prescale_for, sync_gradients
 from workers.intervals import Interval
 from workers.layout import BufferLayout, build_layout
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members
-from workers.models import build_stage, microbatches
+from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import ShardedOptimizer
-from workers.orderings import ORDERINGS, Ordering
+from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import stage_parameters, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
 
-_BLOCK_ELEMENTS = 1 << 17
+_RANK_PHASES = {
+    SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
+    SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+    SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+}
+_BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
 
 
@@ -108,6 +113,7 @@ class RankTrial:
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
         module = build_stage(spec, at.pp_rank, device)
+        self._module = module
         layout = stage_layout(spec, self._ordering, at.pp_rank)
         self._tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
         self._grads = GradBuffer(layout, device, self._tied_name)
@@ -119,6 +125,7 @@ class RankTrial:
         )
         self._pipeline = Pipeline(module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
+        self._local_P: Tensor | None = None
         self._initial_digest = digest([self._weights.values])
 
     def run(self) -> Iterator[StepReport]:
@@ -130,15 +137,19 @@ class RankTrial:
         """One measured step. Collective over the mesh."""
         self._clock.restart()
         loss = self._compute_gradients(step)
+        self._enter(RankPhase.STATISTICS, step)
+        num_nonfinite = count_nonfinite(self._grads.main_grad)
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._optimizer.step(self._communicator)
-        self._enter(RankPhase.STATISTICS, step)
+        self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        self._enter(RankPhase.STATISTICS, step)
+        num_nonfinite += count_nonfinite(self._weights.values)
         replica = ReplicaRow(self._initial_digest, digest([self._weights.values]))
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss)
+        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -156,44 +167,37 @@ class RankTrial:
     def _compute_gradients(self, step: int) -> float | None:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
-            self._reseed(step)
+            # What an update left could outgrow the exact range.
+            seed_weights(self._module, self._spec, self._at.pp_rank, step)
+            self._optimizer.reload_masters()
         self._grads.zero()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
-    def _reseed(self, step: int) -> None:
-        """Give the exact probe the weights of this step: those that an update left could outgrow the exact range."""
-        fresh = build_stage(self._spec, self._at.pp_rank, self._device, step)
-        for name, parameter in fresh.named_parameters():
-            self._weights.parameter(name).copy_(parameter.detach().flatten())
-        self._optimizer.reload_masters()
-
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._end is None:
             return None, []
-        local_P = self._tied_grad().clone()
-        return local_P, self._trace(Phase.LOCAL)
+        if self._local_P is None:
+            self._local_P = torch.empty_like(self._tied_grad())
+        self._local_P.copy_(self._tied_grad())
+        return self._local_P, self._trace(Phase.LOCAL)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
         spec = self._spec
         buffers = {self._at.world_rank: self._grads}
 
-        def observe(phase: Phase) -> None:
-            with self._statistics(step):
-                trace.extend(self._trace(phase))
+        upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
 
-        self._enter(RankPhase.DP_SYNC, step)
+        def observe(phase: Phase) -> None:
+            # Booked as statistics, though it happens in the midst of the sync.
+            self._enter(RankPhase.STATISTICS, step)
+            trace.extend(self._trace(phase))
+            self._enter(next(upcoming, RankPhase.STATISTICS), step)
+
+        self._enter(next(upcoming), step)
         sync_gradients(self._ordering, spec.mesh, buffers, self._communicator, self._prescale, observe)
         last = trace[-spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
-
-    @contextmanager
-    def _statistics(self, step: int) -> Iterator[None]:
-        """Book what runs inside as statistics, though it happens in the midst of the sync."""
-        phase = self._clock.position.phase
-        self._enter(RankPhase.STATISTICS, step)
-        yield
-        self._enter(phase, step)
 
     def _trace(self, phase: Phase) -> list[TraceRow]:
         if self._end is None or self._tied_name is None:
@@ -233,6 +237,7 @@ class RankTrial:
         tied: TiedRow | None,
         replica: ReplicaRow,
         loss: float | None,
+        num_nonfinite: int,
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -251,6 +256,7 @@ class RankTrial:
             replica=replica,
             loss=loss,
             seconds=dict(self._clock.seconds),
+            nonfinite_elements=num_nonfinite,
         )
 
 
@@ -291,6 +297,13 @@ def moments(values_n: Tensor) -> tuple[float, float]:
         total += doubled.sum()
         squared += doubled.dot(doubled)
     return float(total), float(squared.sqrt())
+
+
+def count_nonfinite(values_N: Tensor) -> int:
+    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most buffers."""
+    if math.isfinite(float(values_N.sum())):
+        return 0
+    return int(torch.count_nonzero(~torch.isfinite(values_N)))
 
 
 def _relabel(row: TraceRow, phase: Phase) -> TraceRow:

@@ -102,6 +102,9 @@ def _doubts(evidence: Evidence) -> Iterator[Reason]:
     if predicted > allowed:
         message = f"the ranks predict {predicted} wrong elements, but the layouts allow {allowed}"
         yield Reason("prediction_mismatch", f"{evidence.title}: {message}; the instrument contradicts itself.")
+    elif evidence.role is Role.SUBJECT and evidence.total("missed_elements"):
+        message = "elements were missed where none was predicted wrong"
+        yield Reason("prediction_mismatch", f"{evidence.title}: {message}; the instrument contradicts itself.")
     if evidence.role is Role.CONTROL:
         yield from _control_doubts(evidence)
 

@@ -22,6 +22,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$", re.IGNORE
 def read_fingerprint(world_rank: int, device: Device, node: str | None) -> Fingerprint:
     """The fingerprint of this process. `node` is the operator's name for the machine; the host name where None."""
     cuda = device is Device.CUDA
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return Fingerprint(
         world_rank=world_rank,
         node=node or node_name(),
@@ -30,8 +31,8 @@ def read_fingerprint(world_rank: int, device: Device, node: str | None) -> Finge
         device=torch.cuda.get_device_name() if cuda else (_cpu_name() or platform.machine()),
         device_uuid=f"GPU-{torch.cuda.get_device_properties().uuid}" if cuda else None,
         driver=_read_line("/proc/driver/nvidia/version") if cuda else None,
-        backend="nccl" if dist.is_initialized() and dist.get_backend() == "nccl" else "gloo",
-        backend_version=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        backend="nccl" if nccl else "gloo",
+        backend_version=".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         image=os.environ.get("GRADGATE_IMAGE"),
         python=platform.python_version(),
         torch=torch.__version__,

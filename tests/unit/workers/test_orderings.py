@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from workers.contract import OrderingName, Role
+from workers.layout import RULES, LayoutVersion
+from workers.orderings import ORDERINGS, SyncPhase
+
+SCATTER, ALL_REDUCE, TIE = SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE, SyncPhase.TIE_ALL_REDUCE
+
+
+def test_the_catalogue_is_complete_and_keyed_by_name() -> None:
+    assert list(ORDERINGS) == list(OrderingName)
+    assert all(name is ordering.name for name, ordering in ORDERINGS.items())
+    assert all(o.source and o.summary and o.expectation for o in ORDERINGS.values())
+
+
+def test_layout_and_phases() -> None:
+    assert {name.value: (o.layout.value, o.phases) for name, o in ORDERINGS.items()} == {
+        "buggy": ("de4028a", (SCATTER, TIE)),
+        "fixed": ("de4028a", (TIE, SCATTER)),
+        "own_bucket": ("v0.13", (SCATTER, TIE)),
+        "own_bucket_unaligned": ("0650d83", (SCATTER, TIE)),
+        "all_reduce": ("de4028a", (ALL_REDUCE, TIE)),
+    }
+    assert ORDERINGS[OrderingName.BUGGY].rule is RULES[LayoutVersion.DE4028A]
+
+
+def test_roles_and_what_follows_from_the_phases() -> None:
+    controls = {name for name, ordering in ORDERINGS.items() if ordering.role is Role.CONTROL}
+    assert controls == {OrderingName.BUGGY, OrderingName.OWN_BUCKET_UNALIGNED}
+    bit_tied = {name for name, ordering in ORDERINGS.items() if ordering.bit_tied}
+    assert bit_tied == {OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE}
+    sharded = {name for name, ordering in ORDERINGS.items() if ordering.distributed_optimizer}
+    assert sharded == set(OrderingName) - {OrderingName.ALL_REDUCE}
+    exposed = {name for name, ordering in ORDERINGS.items() if ordering.ties_after_scatter}
+    assert exposed == {OrderingName.BUGGY, OrderingName.OWN_BUCKET, OrderingName.OWN_BUCKET_UNALIGNED}

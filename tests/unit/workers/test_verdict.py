@@ -1,0 +1,527 @@
+"""The verdict rules, one case each: a healthy set of reports, and the least change that must turn it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, isnan, nan
+from typing import Any
+
+import pytest
+
+from workers.contract import (
+    BatchSpec,
+    Device,
+    DivergenceRow,
+    End,
+    Judgement,
+    Mesh,
+    ModelSpec,
+    OrderingName,
+    ProbeName,
+    ReplicaRow,
+    Role,
+    StepReport,
+    TiedRow,
+    TrialSpec,
+    TrialSummary,
+    Verdict,
+)
+from workers.experiment import ExperimentSpec, trials
+from workers.intervals import count, intersect
+from workers.orderings import ORDERINGS
+from workers.parameters import tied_parameter_name
+from workers.prediction import ordering_layouts, trial_misowned
+from workers.verdict import judge
+
+BUGGY, FIXED, OWN_BUCKET = OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET
+UNALIGNED, ALL_REDUCE = OrderingName.OWN_BUCKET_UNALIGNED, OrderingName.ALL_REDUCE
+EXACT, GPT = ProbeName.EXACT, ProbeName.GPT
+
+
+def planned(
+    mesh: Mesh = Mesh(),  # noqa: B008
+    orderings: tuple[OrderingName, ...] = (BUGGY, FIXED, OWN_BUCKET),
+    probes: tuple[ProbeName, ...] = (EXACT, GPT),
+    **others: Any,
+) -> tuple[TrialSpec, ...]:
+    return trials(ExperimentSpec(mesh=mesh, orderings=orderings, probes=probes, **others), Device.CPU)
+
+
+def healthy(specs: tuple[TrialSpec, ...]) -> list[StepReport]:
+    """What every rank reports when each trial does to the element what its layouts predict."""
+    return [
+        healthy_report(index, spec, step, world_rank)
+        for index, spec in enumerate(specs)
+        for step in range(spec.steps)
+        for world_rank in range(spec.mesh.world_size)
+    ]
+
+
+def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> StepReport:
+    at = spec.mesh.coordinates(world_rank)
+    name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
+    end = None if name is None else End.WTE if at.pp_rank == 0 else End.LM_HEAD
+    row = None if end is None else healthy_row(spec, end, at.dp_rank)
+    tied = TiedRow(row.owned_elements, 0, 0.0, 0, 0.0, row.owned_elements) if row and end is End.WTE else None
+    return StepReport(
+        trial_index=index,
+        probe=spec.probe,
+        ordering=spec.ordering,
+        repeat=spec.repeat,
+        step=step,
+        world_rank=world_rank,
+        dp_rank=at.dp_rank,
+        pp_rank=at.pp_rank,
+        tp_rank=at.tp_rank,
+        divergence=(row,) if row else (),
+        trace=(),
+        tied=tied if spec.mesh.pp > 1 else None,
+        replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
+        loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
+        seconds={},
+    )
+
+
+def healthy_row(spec: TrialSpec, end: End, dp_rank: int) -> DivergenceRow:
+    ordering = ORDERINGS[spec.ordering]
+    layout = ordering_layouts(spec)[end is End.LM_HEAD]
+    name = tied_parameter_name(spec.mesh.pp, 0 if end is End.WTE else spec.mesh.pp - 1)
+    owned = layout.owned_intervals(name or "", dp_rank)
+    wrong = count(intersect(owned, trial_misowned(spec)))
+    whole = spec.model.vocab_size * spec.model.hidden_size
+    return DivergenceRow(
+        end=end,
+        owned_elements=count(owned) if ordering.distributed_optimizer else whole,
+        diverged_elements=wrong,
+        predicted_elements=wrong,
+        missed_elements=0,
+        unexpected_elements=0,
+        nonfinite_elements=0,
+        first_diverged=0 if wrong else None,
+        last_diverged=wrong - 1 if wrong else None,
+        max_abs_error=0.05 if wrong else 0.0,
+        relative_l2_error=0.1 if wrong else 0.0,
+        max_error_over_bound=inf if wrong else 0.0,
+        ratio_to_expected=0.7 if wrong else 1.0,
+        reference_max_abs_error=0.0 if spec.probe is EXACT else 7.5e-9,
+        reference_exceeded_elements=0,
+        min_detectable_share=0.0,
+        sum=1.0,
+        l2=1.0,
+        digest="d",
+    )
+
+
+Change = Callable[[StepReport], StepReport]
+
+
+def changed(reports: list[StepReport], where: Callable[[StepReport], bool], change: Change) -> list[StepReport]:
+    """The same reports with the first one that `where` picks changed."""
+    index = next(i for i, report in enumerate(reports) if where(report))
+    return [*reports[:index], change(reports[index]), *reports[index + 1 :]]
+
+
+def with_row(**values: Any) -> Change:
+    return lambda report: replace(report, divergence=(replace(report.divergence[0], **values),))
+
+
+def with_tied(**values: Any) -> Change:
+    def change(report: StepReport) -> StepReport:
+        assert report.tied is not None
+        return replace(report, tied=replace(report.tied, **values))
+
+    return change
+
+
+def at(ordering: OrderingName, probe: ProbeName = GPT, end: End = End.WTE) -> Callable[[StepReport], bool]:
+    """The reports of owners of a part of this end in these trials."""
+    return lambda report: (
+        report.ordering is ordering
+        and report.probe is probe
+        and any(row.end is end and row.owned_elements for row in report.divergence)
+    )
+
+
+def codes(judgement: Judgement) -> list[str]:
+    return [reason.code for reason in judgement.reasons]
+
+
+def summary_of(judgement: Judgement, probe: ProbeName, ordering: OrderingName) -> TrialSummary:
+    (found,) = [t for t in judgement.trials if (t.probe, t.ordering) == (probe, ordering)]
+    return found
+
+
+def assert_turns(change: Change, where: Callable[[StepReport], bool], verdict: Verdict, code: str) -> Judgement:
+    """The default experiment passes; with one report changed it gets this verdict for this one reason."""
+    specs = planned()
+    judgement = judge(specs, changed(healthy(specs), where, change))
+    assert (judgement.verdict, codes(judgement)) == (verdict, [code])
+    assert len([trial for trial in judgement.trials if not trial.ok]) == 1
+    return judgement
+
+
+# --- pass ---------------------------------------------------------------------------------------------------------
+
+
+MESHES = [(2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (8, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_pass(shape: tuple[int, int]) -> None:
+    specs = planned(Mesh(*shape))
+    judgement = judge(specs, healthy(specs))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.PASS, ["clean"])
+    assert all(trial.ok for trial in judgement.trials)
+    assert f"dp={shape[0]} x pp={shape[1]}" in judgement.reasons[0].message
+
+
+def test_counts_are_summed_over_ends_steps_and_repeats() -> None:
+    specs = planned(steps=2, repeats=3, probes=(GPT,))
+    judgement = judge(specs, healthy(specs))
+    buggy, fixed, own_bucket = judgement.trials
+    assert (buggy.role, fixed.role, own_bucket.role) == (Role.CONTROL, Role.SUBJECT, Role.SUBJECT)
+    assert buggy.misowned_elements == 2 * 2048
+    assert buggy.predicted_diverged_elements == buggy.diverged_elements == 2 * 2048 * 2 * 3
+    assert (fixed.misowned_elements, fixed.predicted_diverged_elements, fixed.diverged_elements) == (0, 0, 0)
+    assert all(trial.compared_elements == 2 * 2048 * 2 * 3 for trial in judgement.trials)
+    assert (buggy.max_abs_error, fixed.reference_max_abs) == (0.05, 7.5e-9)
+
+
+def test_the_order_of_reports_does_not_matter_nor_does_an_identical_copy() -> None:
+    specs = planned()
+    reports = healthy(specs)
+    with_nan = changed(reports, at(BUGGY), with_row(ratio_to_expected=nan))
+    copies = [*reversed(with_nan), *(replace(report) for report in with_nan)]
+    assert judge(specs, copies).verdict is Verdict.PASS
+    assert judge(specs, iter(copies)).trials == judge(specs, with_nan).trials
+
+
+def test_all_orderings_pass_together() -> None:
+    specs = planned(orderings=tuple(OrderingName))
+    judgement = judge(specs, healthy(specs))
+    assert judgement.verdict is Verdict.PASS
+    assert summary_of(judgement, GPT, ALL_REDUCE).compared_elements == 2 * 2 * 2 * 2048
+    assert summary_of(judgement, GPT, UNALIGNED).predicted_diverged_elements == 2 * 2 * 128
+
+
+def test_an_inapplicable_control_beside_an_applicable_one_does_no_harm() -> None:
+    """own_bucket_unaligned starts at a multiple of 128 with these sizes, so that nothing of it is misowned."""
+    model = ModelSpec(vocab_size=64, hidden_size=128, num_layers=2, num_heads=4, seq_len=16)
+    specs = planned(orderings=(BUGGY, UNALIGNED, OWN_BUCKET), probes=(GPT,), model=model)
+    judgement = judge(specs, healthy(specs))
+    assert summary_of(judgement, GPT, UNALIGNED).predicted_diverged_elements == 0
+    assert judgement.verdict is Verdict.PASS
+
+
+def test_misowned_elements_that_measure_right_are_no_mismatch() -> None:
+    """A gpt element must measure wrong only where its missing terms exceed twice the bound."""
+    specs = planned()
+    reports = changed(healthy(specs), at(BUGGY), with_row(predicted_elements=900, diverged_elements=950))
+    assert judge(specs, reports).verdict is Verdict.PASS
+
+
+# --- fail ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", list(End))
+@pytest.mark.parametrize("ordering", [FIXED, OWN_BUCKET])
+def test_one_diverged_element_of_a_subject(ordering: OrderingName, end: End) -> None:
+    change = with_row(diverged_elements=1, unexpected_elements=1, first_diverged=7, last_diverged=7, max_abs_error=1e-3)
+    judgement = assert_turns(change, at(ordering, end=end), Verdict.FAIL, "subject_diverged")
+    message = judgement.reasons[0].message
+    assert f"gpt/{ordering.value}: 1 elements are wrong" in message
+    assert f"elements of {end.value}, between elements 7 and 7" in message
+
+
+def test_an_unexpected_value_of_a_subject_is_a_divergence() -> None:
+    assert_turns(with_row(unexpected_elements=1), at(OWN_BUCKET, EXACT), Verdict.FAIL, "subject_diverged")
+
+
+def test_the_ends_of_a_subject_differ() -> None:
+    change = with_tied(unequal_elements=3, exceeded_elements=2, max_abs_difference=1e-3)
+    judgement = assert_turns(change, at(OWN_BUCKET), Verdict.FAIL, "ends_differ")
+    trial = summary_of(judgement, GPT, OWN_BUCKET)
+    assert (trial.tied_unequal_elements, trial.tied_exceeded_elements, trial.tied_max_abs) == (3, 2, 1e-3)
+
+
+def test_ends_that_differ_within_rounding_are_no_failure() -> None:
+    specs = planned()
+    change = with_tied(unequal_elements=3, exceeded_elements=0, max_abs_difference=1e-9)
+    assert judge(specs, changed(healthy(specs), at(FIXED), change)).verdict is Verdict.PASS
+
+
+def test_a_subject_far_from_the_single_process_run() -> None:
+    change = with_row(reference_exceeded_elements=5, reference_max_abs_error=0.3)
+    judgement = assert_turns(change, at(FIXED), Verdict.FAIL, "reference_exceeded")
+    assert summary_of(judgement, GPT, FIXED).reference_max_abs == 0.3
+
+
+def test_a_control_far_from_the_single_process_run_is_what_it_is_for() -> None:
+    specs = planned()
+    reports = changed(healthy(specs), at(BUGGY), with_row(reference_exceeded_elements=5, reference_max_abs_error=0.3))
+    reports = changed(reports, at(BUGGY), with_tied(unequal_elements=9, exceeded_elements=9, max_abs_difference=0.05))
+    assert judge(specs, reports).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("ordering", [BUGGY, OWN_BUCKET])
+@pytest.mark.parametrize(
+    "replica",
+    [ReplicaRow("initial 0", "another"), ReplicaRow("another", "stage 0 step 0")],
+    ids=["after the step", "initial"],
+)
+def test_replicas_disagree_in_any_trial(ordering: OrderingName, replica: ReplicaRow) -> None:
+    judgement = assert_turns(
+        lambda report: replace(report, replica=replica), at(ordering), Verdict.FAIL, "replicas_disagree"
+    )
+    assert not summary_of(judgement, GPT, ordering).replicas_agree
+
+
+def test_stages_need_not_agree_with_each_other() -> None:
+    specs = planned(Mesh(dp=1, pp=3))
+    assert "replicas_disagree" not in codes(judge(specs, healthy(specs)))
+
+
+NONFINITE: list[tuple[str, Change]] = [
+    ("elements", with_row(nonfinite_elements=1)),
+    ("sum", with_row(sum=nan)),
+    ("l2", with_row(l2=inf)),
+    ("max_abs_error", with_row(max_abs_error=nan)),
+    ("reference_max_abs_error", with_row(reference_max_abs_error=nan)),
+    ("tied", with_tied(max_abs_difference=nan)),
+    ("weights", with_tied(weights_max_abs_difference=inf)),
+    ("loss", lambda report: replace(report, loss=nan)),
+]
+
+
+@pytest.mark.parametrize("ordering", [BUGGY, FIXED])
+@pytest.mark.parametrize(("_", "change"), NONFINITE, ids=[name for name, _ in NONFINITE])
+def test_nan_anywhere_fails_in_any_trial(_: str, change: Change, ordering: OrderingName) -> None:
+    judgement = assert_turns(change, at(ordering), Verdict.FAIL, "non_finite")
+    assert f"gpt/{ordering.value}" in judgement.reasons[0].message
+
+
+def test_a_nan_is_not_lost_in_a_maximum() -> None:
+    specs = planned()
+    reports = changed(healthy(specs), at(FIXED), with_row(max_abs_error=nan))
+    assert isnan(summary_of(judge(specs, reports), GPT, FIXED).max_abs_error)
+
+
+def test_fail_beats_inconclusive_and_keeps_both_reasons() -> None:
+    specs = planned()
+    reports = changed(healthy(specs), at(FIXED), with_row(diverged_elements=1))
+    judgement = judge(specs, [r for r in reports if (r.ordering, r.world_rank) != (BUGGY, 3)])
+    assert judgement.verdict is Verdict.FAIL
+    assert codes(judgement) == ["subject_diverged", "missing_reports", "missing_reports"]
+
+
+# --- inconclusive -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "why"),
+    [(Mesh(1, 2), "dp=1"), (Mesh(1, 4), "dp=1"), (Mesh(2, 1), "pp=1"), (Mesh(8, 1), "pp=1"), (Mesh(1, 1), "dp=1")],
+)
+def test_without_dp_or_pp_no_control_can_be_exercised(mesh: Mesh, why: str) -> None:
+    specs = planned(mesh)
+    judgement = judge(specs, healthy(specs))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["control_not_applicable"] * 2)
+    assert why in judgement.reasons[0].message
+    assert all(trial.ok for trial in judgement.trials)
+
+
+def test_a_stage_that_is_only_the_embedding() -> None:
+    """Both ends are then one weight alone, sharded alike."""
+    model = ModelSpec(vocab_size=64, hidden_size=32, num_layers=0, num_heads=4, seq_len=16)
+    specs = tuple(
+        TrialSpec(EXACT, ordering, Mesh(2, 2), model, BatchSpec(1, 4)) for ordering in (BUGGY, FIXED, OWN_BUCKET)
+    )
+    judgement = judge(specs, healthy(specs))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["control_not_applicable"])
+    assert "shard the tied weight alike" in judgement.reasons[0].message
+
+
+def test_an_empty_predicted_set() -> None:
+    """Elements are misowned, but what they lack is too small for any of them to have to measure wrong."""
+    specs = planned()
+    unpredicted = with_row(predicted_elements=0, diverged_elements=0)
+    reports = [unpredicted(r) if r.ordering is BUGGY and r.probe is GPT and r.divergence else r for r in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["control_not_applicable"])
+    assert "too small to be told from rounding" in judgement.reasons[0].message
+    assert summary_of(judgement, GPT, BUGGY).misowned_elements == 4096
+
+
+def test_each_probe_needs_its_own_control() -> None:
+    """The exact probe's control was seen; that says nothing about gpt's."""
+    specs = planned(Mesh(1, 2), probes=(GPT,)) + planned(Mesh(2, 2), probes=(EXACT,))
+    judgement = judge(specs, healthy(specs))
+    assert codes(judgement) == ["control_not_applicable"]
+    assert "gpt/buggy" in judgement.reasons[0].message
+
+
+def test_no_control_was_asked_for() -> None:
+    specs = planned(orderings=(FIXED, OWN_BUCKET))
+    judgement = judge(specs, healthy(specs))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["no_control"] * 2)
+
+
+def test_no_subject_was_asked_for() -> None:
+    specs = planned(orderings=(BUGGY,), probes=(GPT,))
+    judgement = judge(specs, healthy(specs))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["no_subject"])
+
+
+def test_no_trial_at_all() -> None:
+    judgement = judge((), ())
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["nothing_ran"])
+
+
+@pytest.mark.parametrize("ordering", [FIXED, BUGGY])
+def test_zero_elements_compared(ordering: OrderingName) -> None:
+    specs = planned(probes=(GPT,))
+    blank = [replace(r, divergence=(), tied=None) if r.ordering is ordering else r for r in healthy(specs)]
+    judgement = judge(specs, blank)
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert codes(judgement)[0] == "nothing_compared"
+    assert summary_of(judgement, GPT, ordering).compared_elements == 0
+    assert not summary_of(judgement, GPT, ordering).ok
+
+
+def test_an_element_that_nobody_compared() -> None:
+    judgement = assert_turns(with_row(owned_elements=1), at(FIXED), Verdict.INCONCLUSIVE, "partly_compared")
+    assert "not all 2048 elements of wte" in judgement.reasons[0].message
+
+
+def test_an_end_that_nobody_compared() -> None:
+    specs = planned()
+    reports = [replace(r, divergence=()) if at(FIXED, EXACT, End.LM_HEAD)(r) else r for r in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["partly_compared"])
+
+
+def test_the_ends_were_not_compared_with_each_other() -> None:
+    assert_turns(lambda r: replace(r, tied=None), at(OWN_BUCKET), Verdict.INCONCLUSIVE, "ends_not_compared")
+
+
+@pytest.mark.parametrize("world_rank", range(4))
+@pytest.mark.parametrize("ordering", [BUGGY, FIXED])
+def test_a_missing_rank(world_rank: int, ordering: OrderingName) -> None:
+    specs = planned(probes=(GPT,))
+    reports = [r for r in healthy(specs) if (r.ordering, r.world_rank) != (ordering, world_rank)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["missing_reports"])
+    assert "2 of 8 reports never came" in judgement.reasons[0].message
+    trial = summary_of(judgement, GPT, ordering)
+    assert trial.missing_reports == ((0, 0, world_rank), (0, 1, world_rank))
+    assert not trial.ok
+
+
+def test_a_rank_between_the_ends_must_report_too() -> None:
+    specs = planned(Mesh(2, 3))
+    judgement = judge(specs, [r for r in healthy(specs) if r.world_rank != 2])
+    assert (judgement.verdict, set(codes(judgement))) == (Verdict.INCONCLUSIVE, {"missing_reports"})
+
+
+def test_a_repeat_that_never_ran() -> None:
+    specs = planned(repeats=2, probes=(GPT,))
+    judgement = judge(specs, [r for r in healthy(specs) if r.repeat == 0])
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert all(len(trial.missing_reports) == 8 for trial in judgement.trials)
+
+
+def test_no_report_at_all() -> None:
+    judgement = judge(planned(), ())
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert set(codes(judgement)) == {"missing_reports"}
+
+
+def test_a_control_that_was_not_seen() -> None:
+    specs = planned()
+    blind = with_row(diverged_elements=0, missed_elements=1024, max_abs_error=0.0)
+    reports = [blind(r) if r.ordering is BUGGY and r.probe is GPT and r.divergence else r for r in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["control_not_seen"])
+    assert "none of the 8192 elements" in judgement.reasons[0].message
+
+
+@pytest.mark.parametrize("end", list(End))
+@pytest.mark.parametrize(
+    "values",
+    [{"missed_elements": 1}, {"unexpected_elements": 1}, {"missed_elements": 1, "unexpected_elements": 1}],
+)
+def test_a_control_seen_elsewhere_than_predicted(values: dict[str, int], end: End) -> None:
+    """At one end, in one step, by one element: counts that cancel between ends or steps must not hide it."""
+    for probe in ProbeName:
+        assert_turns(with_row(**values), at(BUGGY, probe, end), Verdict.INCONCLUSIVE, "control_mismatch")
+
+
+def test_an_inapplicable_control_that_diverges() -> None:
+    specs = planned(Mesh(1, 2), probes=(GPT,))
+    change = with_row(diverged_elements=1, unexpected_elements=1)
+    judgement = judge(specs, changed(healthy(specs), at(BUGGY), change))
+    assert (judgement.verdict, codes(judgement)) == (
+        Verdict.INCONCLUSIVE,
+        ["control_mismatch", "control_not_applicable"],
+    )
+
+
+def test_ranks_that_predict_more_than_the_layouts_allow() -> None:
+    change = with_row(predicted_elements=2049, diverged_elements=2049)
+    assert_turns(change, at(BUGGY), Verdict.INCONCLUSIVE, "prediction_mismatch")
+    # A subject's reports may not excuse a divergence by predicting it.
+    judgement = assert_turns(
+        with_row(predicted_elements=1), at(OWN_BUCKET), Verdict.INCONCLUSIVE, "prediction_mismatch"
+    )
+    assert "but the layouts allow 0" in judgement.reasons[0].message
+
+
+MISFITS: list[tuple[str, dict[str, Any]]] = [
+    ("is of none of the 6 trials", {"trial_index": 6}),
+    ("is of none of the 6 trials", {"trial_index": -1}),
+    ("another trial", {"ordering": ALL_REDUCE}),
+    ("another trial", {"repeat": 1}),
+    ("is outside", {"step": 2}),
+    ("is outside", {"world_rank": 4}),
+    ("claims dp_rank 1", {"dp_rank": 1}),
+    ("twice with different contents", {"loss": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("text", "values"), MISFITS)
+def test_a_report_that_fits_nowhere_is_not_counted_and_not_ignored(text: str, values: dict[str, Any]) -> None:
+    specs = planned()
+    reports = healthy(specs)
+    judgement = judge(specs, [*reports, replace(reports[0], **values)])
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["report_mismatch"])
+    assert text in judgement.reasons[0].message
+    assert judgement.trials == judge(specs, reports).trials
+
+
+# --- whatever happens ---------------------------------------------------------------------------------------------
+
+
+DAMAGE: list[tuple[str, Change]] = [
+    *((name, with_row(**{name: 1})) for name in ("diverged_elements", "unexpected_elements", "nonfinite_elements")),
+    *(
+        (name, with_row(**{name: 1}))
+        for name in ("missed_elements", "predicted_elements", "reference_exceeded_elements")
+    ),
+    ("owned_elements", with_row(owned_elements=0)),
+    ("rows", lambda report: replace(report, divergence=())),
+    ("replica", lambda report: replace(report, replica=ReplicaRow("x", "y"))),
+    ("loss", lambda report: replace(report, loss=inf)),
+]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("world_rank", range(4))
+@pytest.mark.parametrize(("_", "change"), DAMAGE, ids=[name for name, _ in DAMAGE])
+def test_no_damage_to_a_subject_is_ever_green(_: str, change: Change, world_rank: int, step: int) -> None:
+    specs = planned(orderings=(BUGGY, OWN_BUCKET), probes=(GPT,))
+    place = (OWN_BUCKET, step, world_rank)
+    reports = changed(healthy(specs), lambda r: (r.ordering, r.step, r.world_rank) == place, change)
+    judgement = judge(specs, reports)
+    assert judgement.verdict is not Verdict.PASS
+    assert not summary_of(judgement, GPT, OWN_BUCKET).ok
+    assert summary_of(judgement, GPT, BUGGY).ok
