@@ -1,21 +1,20 @@
 """`torchrun --nproc_per_node N -m workers`: the same trials without the service, for srun, a bare host or a GPU check.
 
-Rank 0 prints the report as JSON on standard output. Exit code 0 pass, 1 fail, 2 inconclusive, 3 error; on all ranks.
+World rank 0 prints the report as JSON on standard output. Every rank exits with 0 pass, 1 fail, 2 inconclusive, 3
+error, which srun and direct starts hand on; torchrun makes 1 of any but 0, so the report says it too (`exit_code`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import sys
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import NoReturn
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-
+from workers.checks.fingerprint import node_name
 from workers.contract import (
     NAMED_MODELS,
     SCHEMA_VERSION,
@@ -23,157 +22,155 @@ from workers.contract import (
     Device,
     Drill,
     Dtype,
-    Fingerprint,
     Judgement,
     Mesh,
     ModelSpec,
     OrderingName,
+    Position,
     ProbeName,
     RankFailure,
-    StepReport,
+    RankPhase,
     Verdict,
 )
 from workers.encoding import dumps
-from workers.plan import ExperimentSpec, Limits, resolve, trials, violations
-from workers.session import RankSession, first_cause
+from workers.experiment import ExperimentSpec, resolve, trials
+from workers.launch import LaunchError, Place, open_store, read_place, speaks, take_device
+from workers.plan import violations
+from workers.rollcall import ERROR_CODE, RollCall, Word, leave, waiting
+from workers.session import RankSession, failure_of, first_cause
 from workers.verdict import VERDICT_RULES_VERSION, judge
 
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}
-EXIT_ERROR = 3
-_RESULT_WAIT_S = 15.0
-"""How long rank 0 waits for the others' results once it has its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, and return the exit code."""
     options = _parser().parse_args(arguments)
-    spec = _experiment(options)
-    world_rank, world_size = _world(spec.mesh)
-    found = violations(spec, Limits())
-    if found:
-        for violation in found:
-            field = ".".join(map(str, violation.field))
-            print(f"{field}: {violation.value!r}: {violation.rule}; {violation.remedy}", file=sys.stderr)
-        return EXIT_ERROR
-    spec = resolve(spec)
-    device = _resolve_device(spec.device)
-    store, _, _ = next(dist.rendezvous("env://", world_rank, world_size, timeout=timedelta(seconds=options.timeout_s)))
-    store = dist.PrefixStore("gradgate", store)
-    session = RankSession.join(store, world_rank, world_size, device, options.timeout_s)
-    results = list(session.run(trials(spec, device)))
-    store.set(f"result/{world_rank}", pickle.dumps((session.fingerprint(), results)).hex())
-    code = _conclude(store, spec, device, options) if world_rank == 0 else _await_code(store, options.timeout_s)
-    session.close()
+    spec = resolve(_experiment(options))
+    try:
+        place = read_place(os.environ, spec.mesh)
+        found = violations(spec)
+        if found:
+            return _refuse(violation.message for violation in found)
+        store = open_store(os.environ, place, options.timeout_s)
+    except LaunchError as error:
+        return _refuse([str(error)])
+    rank = _Rank(spec, options, place)
+    rollcall = RollCall(store, place.world_rank, place.world_size, options.timeout_s, rank.conclude, rank.interrupted)
+    rollcall.watch()
+    code = rollcall.finish(rank.run(store, rollcall))
+    if code == ERROR_CODE:
+        leave(code)
+    rank.close()
     return code
 
 
-def _conclude(store: dist.Store, spec: ExperimentSpec, device: Device, options: argparse.Namespace) -> int:
-    """On rank 0: gather, judge, print, and tell the others the exit code."""
-    fingerprints: list[Fingerprint] = []
-    reports: list[StepReport] = []
-    failures: list[RankFailure] = []
-    absent: list[int] = []
-    for world_rank in range(spec.mesh.world_size):
-        gathered = _result_of(store, world_rank)
-        if gathered is None:
-            absent.append(world_rank)
-            continue
-        fingerprints.append(gathered[0])
-        reports += [item for item in gathered[1] if isinstance(item, StepReport)]
-        failures += [item for item in gathered[1] if isinstance(item, RankFailure)]
-    judgement = None if failures or absent else judge(trials(spec, device), reports)
-    code = EXIT_ERROR if judgement is None else EXIT_CODES[judgement.verdict]
-    print(dumps(_document(spec, judgement, first_cause(failures), absent, fingerprints, reports, options.ranks)))
-    store.set("exit_code", str(code))
-    return code
+class _Rank:
+    """This process as one rank: runs the trials, and on world_rank 0 concludes for all."""
+
+    def __init__(self, spec: ExperimentSpec, options: argparse.Namespace, place: Place) -> None:
+        self._spec = spec
+        self._options = options
+        self._place = place
+        self._session: RankSession | None = None
+        self._device = spec.device
+
+    def run(self, store: Any, rollcall: RollCall) -> Word:
+        """Join and run. Collective over the world; a failure is the last item of the word, never raised."""
+        place, options = self._place, self._options
+        try:
+            resolved = take_device(self._spec.device, place, options.backend)
+            # Hosts may differ: where one rank has no GPU, `auto` means the CPU for all.
+            said = rollcall.collect("device", resolved.value)
+            self._device = resolved if set(said) == {resolved.value} else Device.CPU
+            if self._spec.device is Device.AUTO and self._device is not resolved:
+                take_device(Device.CPU, place, options.backend)
+            self._session = RankSession.join(
+                store, place.world_rank, place.world_size, self._device, options.timeout_s, backend=options.backend
+            )
+            items = tuple(self._session.run(trials(self._spec, self._device)))
+            return Word(place.world_rank, self._session.fingerprint(), items)
+        except Exception as error:
+            return Word(place.world_rank, None, (failure_of(error, self._position(), node_name()),))
+
+    def interrupted(self, why: str) -> Word:
+        """The word of this rank while it is stuck."""
+        fingerprint = self._session.fingerprint() if self._session else None
+        return Word(self._place.world_rank, fingerprint, (waiting(self._position(), node_name(), why),))
+
+    def conclude(self, words: tuple[Word, ...]) -> int:
+        """Judge, print the report, and return the exit code."""
+        failures = [failure for word in words for failure in word.failures]
+        absent = sorted(set(range(self._place.world_size)) - {word.world_rank for word in words})
+        judgement: Judgement | None = None
+        if not failures and not absent:
+            reports = [report for word in words for report in word.reports]
+            judgement = judge(trials(self._spec, self._device), reports)
+        error = _error(failures, absent)
+        code = ERROR_CODE if judgement is None else EXIT_CODES[judgement.verdict]
+        print(dumps(_document(self._spec, judgement, error, code, words, self._options.ranks)), flush=True)
+        if error:
+            _complain([f"{error['code']}: {error['message']}"])
+        return code
+
+    def close(self) -> None:
+        """Leave the world."""
+        if self._session:
+            self._session.close()
+
+    def _position(self) -> Position:
+        if self._session:
+            return self._session.position()
+        return Position(self._place.world_rank, RankPhase.FORMING, None, None, 0)
 
 
 def _document(
     spec: ExperimentSpec,
     judgement: Judgement | None,
-    cause: RankFailure | None,
-    absent: list[int],
-    fingerprints: list[Fingerprint],
-    reports: list[StepReport],
+    error: dict[str, object] | None,
+    code: int,
+    words: tuple[Word, ...],
     with_ranks: bool,
 ) -> dict[str, object]:
-    error: dict[str, object] | None = None
-    if absent:
-        error = {"code": "rank_lost", "message": f"no result from world ranks {absent}", "world_rank": absent[0]}
-    if cause is not None and not (absent and cause.collateral):
-        error = {"code": cause.code, "message": cause.message, "world_rank": cause.world_rank}
-        error |= {"node": cause.node, "phase": cause.phase}
     document: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "verdict_rules_version": VERDICT_RULES_VERSION,
+        "exit_code": code,
         "verdict": judgement.verdict if judgement else None,
         "reasons": judgement.reasons if judgement else (),
         "request": spec,
         "trials": judgement.trials if judgement else (),
         "error": error,
-        "fingerprint": fingerprints,
+        "fingerprint": [word.fingerprint for word in words if word.fingerprint],
     }
     if with_ranks:
-        document["ranks"] = reports
+        document["ranks"] = [report for word in words for report in word.reports]
     return document
 
 
-def _result_of(store: dist.Store, world_rank: int) -> tuple[Fingerprint, list[StepReport | RankFailure]] | None:
-    key = f"result/{world_rank}"
-    try:
-        store.wait([key], timedelta(seconds=_RESULT_WAIT_S))
-    except dist.DistError:
+def _error(failures: Sequence[RankFailure], absent: Sequence[int]) -> dict[str, object] | None:
+    """The first cause: a rank that broke by itself, else one that is gone, else the first that noticed."""
+    cause = first_cause(failures)
+    if absent and (cause is None or cause.collateral):
+        noticed = f"; world_rank {cause.world_rank} noticed in {cause.phase.value}" if cause else ""
+        message = f"world ranks {list(absent)} are gone without a word{noticed}"
+        return {"code": "rank_lost", "message": message, "world_rank": absent[0], "node": None, "phase": None}
+    if cause is None:
         return None
-    # Written by this job's own ranks into this job's own store.
-    gathered: tuple[Fingerprint, list[StepReport | RankFailure]] = pickle.loads(bytes.fromhex(store.get(key).decode()))
-    return gathered
-
-
-def _await_code(store: dist.Store, timeout_s: float) -> int:
-    try:
-        store.wait(["exit_code"], timedelta(seconds=timeout_s))
-        return int(store.get("exit_code"))
-    except (dist.DistError, RuntimeError):
-        return EXIT_ERROR
-
-
-def _world(mesh: Mesh) -> tuple[int, int]:
-    """This process's rank and the number of ranks, as torchrun or srun tells them."""
-    world_rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-    world_size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
-    if world_rank is None or world_size is None:
-        _stop(
-            "neither RANK and WORLD_SIZE nor SLURM_PROCID and SLURM_NTASKS are set: start the ranks with "
-            f"`torchrun --nproc_per_node {mesh.world_size} -m workers ...` or `srun -n {mesh.world_size} ...`"
-        )
-    if int(world_size) != mesh.world_size:
-        _stop(
-            f"{world_size} ranks were started for a mesh of dp {mesh.dp} x pp {mesh.pp} = {mesh.world_size}: start "
-            f"{mesh.world_size} or change --dp and --pp"
-        )
-    return int(world_rank), int(world_size)
-
-
-def _resolve_device(device: Device) -> Device:
-    """`auto` takes one GPU a rank where this host has that many, else the CPU."""
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
-    if device is Device.AUTO:
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= num_local
-        device = Device.CUDA if enough else Device.CPU
-    if device is Device.CUDA:
-        if not torch.cuda.is_available():
-            _stop("device cuda: torch sees no CUDA device here; use --device cpu or install the CUDA build of torch")
-        torch.cuda.set_device(local_rank)
-    else:
-        torch.set_num_threads(1)
-    return device
+    return {
+        "code": cause.code,
+        "message": cause.message,
+        "world_rank": cause.world_rank,
+        "node": cause.node,
+        "phase": cause.phase,
+    }
 
 
 def _experiment(options: argparse.Namespace) -> ExperimentSpec:
     batch = None
     if options.num_microbatches is not None or options.micro_batch_size is not None:
-        batch = BatchSpec(options.micro_batch_size or 1, options.num_microbatches or max(2, options.pp))
+        num_microbatches = max(2, options.pp) if options.num_microbatches is None else options.num_microbatches
+        batch = BatchSpec(1 if options.micro_batch_size is None else options.micro_batch_size, num_microbatches)
     return ExperimentSpec(
         mesh=Mesh(options.dp, options.pp),
         model=options.model,
@@ -189,24 +186,46 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argparse exits with 2, which means inconclusive here; and one rank speaks for all."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(_refuse([f"{message}; see --help"]))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__, allow_abbrev=False)
+    parser = _Parser(prog="python -m workers", description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=2)
     parser.add_argument("--model", type=_model, default="tiny", help="a name, or VOCAB,HIDDEN,LAYERS,HEADS,SEQ")
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--num-microbatches", type=int)
-    parser.add_argument("--probes", type=ProbeName, nargs="+", default=list(ProbeName))
-    parser.add_argument("--orderings", type=OrderingName, nargs="+", default=list(OrderingName)[:3])
+    _add_choices(parser, "--probes", ProbeName, list(ProbeName))
+    _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--dtype", type=Dtype, default=Dtype.FLOAT32)
-    parser.add_argument("--device", type=Device, default=Device.AUTO)
+    parser.add_argument("--dtype", type=_choice(Dtype), default=Dtype.FLOAT32, help=", ".join(Dtype))
+    parser.add_argument("--device", type=_choice(Device), default=Device.AUTO, help=", ".join(Device))
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drill", type=_drill, help="FAULT:WORLD_RANK[:STEP], to see a failure on purpose")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of each collective, in seconds")
     parser.add_argument("--ranks", action="store_true", help="print every rank's report too")
     return parser
+
+
+def _add_choices(parser: argparse.ArgumentParser, name: str, choices: type[StrEnum], default: list[Any]) -> None:
+    parser.add_argument(name, type=_choice(choices), nargs="+", default=default, help=", ".join(choices))
+
+
+def _choice(choices: type[StrEnum]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return choices(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; name one of {', '.join(choices)}") from None
+
+    return read
 
 
 def _model(text: str) -> str | ModelSpec:
@@ -228,10 +247,26 @@ def _drill(text: str) -> Drill:
     return Drill(fault, int(world_rank), int(step or 0))
 
 
-def _stop(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(EXIT_ERROR)
+def _refuse(sentences: Iterable[str]) -> int:
+    """Say why nothing runs, once for all ranks; the exit code."""
+    if speaks(os.environ):
+        _complain(sentences)
+    return ERROR_CODE
+
+
+def _complain(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        print(f"gradgate: {sentence}", file=sys.stderr, flush=True)
+
+
+def _main_or_error() -> int:
+    """Python's own exit code for an exception, 1, would read as a verdict."""
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        return ERROR_CODE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main_or_error())

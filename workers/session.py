@@ -123,7 +123,7 @@ class RankSession:
             for trial_index, spec in enumerate(trials):
                 yield from self._trial(spec, trial_index).run()
         except Exception as error:
-            yield self._failure(error)
+            yield failure_of(error, self._clock.position, self._node)
         self._clock.enter(RankPhase.IDLE)
 
     def trial(self, spec: TrialSpec, trial_index: int = 0) -> RankTrial:
@@ -154,24 +154,6 @@ class RankSession:
             self._groups[mesh] = MeshGroups(mesh, self.world_rank, self._timeout_s)
         self._groups.move_to_end(mesh)
         return self._groups[mesh]
-
-    def _failure(self, error: Exception) -> RankFailure:
-        position = self._clock.position
-        known = isinstance(error, WorkerError)
-        message = str(error) if known else "".join(traceback.format_exception_only(error)).strip()
-        collateral = is_collateral(error)
-        return RankFailure(
-            world_rank=self.world_rank,
-            node=self._node,
-            phase=position.phase,
-            trial_index=position.trial_index,
-            step=position.step,
-            code=error.code
-            if isinstance(error, WorkerError)
-            else ("collective_failed" if collateral else "rank_raised"),
-            message=message,
-            collateral=collateral,
-        )
 
 
 class ReplayMemo:
@@ -211,6 +193,23 @@ def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.devi
 
 def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:
     return float((a_P.double() - b_P).abs().max()) if a_P.numel() else 0.0
+
+
+def failure_of(error: Exception, position: Position, node: str) -> RankFailure:
+    """What a rank at `position` says of the exception that ended it."""
+    known = isinstance(error, WorkerError)
+    collateral = is_collateral(error)
+    code = error.code if isinstance(error, WorkerError) else "collective_failed" if collateral else "rank_raised"
+    return RankFailure(
+        world_rank=position.world_rank,
+        node=node,
+        phase=position.phase,
+        trial_index=position.trial_index,
+        step=position.step,
+        code=code,
+        message=str(error) if known else "".join(traceback.format_exception_only(error)).strip(),
+        collateral=collateral,
+    )
 
 
 def is_collateral(error: BaseException) -> bool:

@@ -1,0 +1,1 @@
+"""The Gradgate service: API, storage, dispatch and command line."""

@@ -1,0 +1,210 @@
+"""POST /predict: which elements of the tied weight an ordering, or a Megatron version, gets wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from service.api import examples
+from service.api.bodies import read_model
+from service.api.dependencies import accepted
+from service.api.documents import JSON, Document, json_response
+from service.api.openapi import body_schema, responses
+from service.api.problems import (
+    BODY_TOO_LARGE,
+    INVALID_REQUEST,
+    MALFORMED_JSON,
+    UNSUPPORTED_MEDIA_TYPE,
+    FieldError,
+    invalid,
+)
+from service.api.schemas import MeshRequest, ModelChoice, Strict
+from workers.contract import ModelSpec, OrderingName
+from workers.errors import SpecError
+from workers.layout import RULES, LayoutVersion, resolve
+from workers.orderings import ORDERINGS
+from workers.prediction import MODELS, Prediction, predict_model
+
+MAX_DP = 16_384
+MAX_PP = 1_024
+MAX_LAYERS = 4_096
+MAX_SIZE = 2**24
+MAX_RANGES = 1_000
+
+router = APIRouter(tags=["analysis"])
+
+
+class PredictRequest(Strict):
+    """Give `ordering` or `version`, not both; with neither, the ordering is `buggy`."""
+
+    ordering: OrderingName | None = None
+    version: str | None = Field(default=None, max_length=64, examples=["v0.10", "core_v0.12.1", "0650d83"])
+    """A Megatron-LM release from 0.8 on, or a commit of the catalogue; it scatters before it ties."""
+    mesh: MeshRequest = MeshRequest()
+    model: ModelChoice = Field(default="tiny", json_schema_extra={"examples": list(MODELS)})
+    """A known model by name, or sizes."""
+    max_ranges: int = Field(default=100, ge=0, le=MAX_RANGES)
+    """How many ranges to list at most."""
+
+
+class RangeDocument(Document):
+    """Elements start to stop (exclusive) of the tied weight, flat, row-major."""
+
+    start: int
+    stop: int
+
+
+class OwnerDocument(Document):
+    """How many misowned elements one data-parallel rank owns, and so updates with a wrong gradient."""
+
+    dp_rank: int
+    misowned_elements: int
+
+
+class EndDocument(Document):
+    """One copy of the tied weight."""
+
+    misowned_elements: int
+    owners: list[OwnerDocument]
+    """Only ranks that own misowned elements."""
+
+
+class EndsDocument(Document):
+    """The first and the last stage's copies."""
+
+    wte: EndDocument
+    lm_head: EndDocument
+
+
+class PredictedModel(Document):
+    """The sizes that were used."""
+
+    name: str | None
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    seq_len: int
+    tied: bool
+    """Whether the model's embeddings are tied; untied weights are never misowned."""
+
+
+class PredictionDocument(Document):
+    """The analysis. With `asserts` set that version stops by itself on this mesh, and the counts are 0."""
+
+    ordering: OrderingName | None
+    version: str | None
+    layout: LayoutVersion
+    source: str
+    mesh: MeshRequest
+    model: PredictedModel
+    asserts: str | None
+    num_elements: int
+    misowned_elements: int
+    """At each end: it is the same set at both."""
+    fraction: float
+    num_ranges: int
+    ranges: list[RangeDocument]
+    """The first `max_ranges` of them; `num_ranges` counts all."""
+    ends: EndsDocument
+
+
+@router.post(
+    "/predict",
+    operation_id="predict",
+    summary="What a layout gets wrong, from sizes alone",
+    response_model=PredictionDocument,
+    responses=responses(INVALID_REQUEST, MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE),
+    openapi_extra={"requestBody": body_schema(PredictRequest, examples.PREDICT_REQUESTS)},
+)
+async def predict(request: Request) -> Response:
+    """Any scale: the layout of a 175-billion-parameter model takes milliseconds."""
+    accepted(request, (JSON,))
+    asked = await read_model(request, PredictRequest)
+    if broken := list(_violations(asked)):
+        raise invalid(broken)
+    subject = _subject(asked)
+    model, tied = _model(asked)
+    # Off the event loop: the largest meshes take a tenth of a second.
+    prediction = await asyncio.to_thread(predict_model, subject, asked.mesh.spec(), model, tied=tied)
+    return json_response(request, _document(asked, subject, model, tied, prediction))
+
+
+def _violations(asked: PredictRequest) -> Iterator[FieldError]:
+    if asked.ordering and asked.version:
+        rule = "cannot be given together with ordering"
+        yield FieldError("version", asked.version, rule, "give the one that you mean")
+    if isinstance(asked.model, str) and asked.model not in MODELS:
+        yield FieldError("model", asked.model, f"must be one of {', '.join(MODELS)}", "name one, or give sizes")
+    for name, value, least, most in _bounded(asked):
+        if not least <= value <= most:
+            rule = f"must be from {least} to {most}"
+            yield FieldError(
+                name,
+                value,
+                rule,
+                f"send a value {'of at least' if value < least else 'of at most'} {least if value < least else most}",
+            )
+
+
+def _bounded(asked: PredictRequest) -> Iterator[tuple[str, int, int, int]]:
+    mesh = asked.mesh
+    yield "mesh.dp", mesh.dp, 1, MAX_DP
+    yield "mesh.pp", mesh.pp, 1, MAX_PP
+    yield "mesh.tp", mesh.tp, 1, 1
+    yield "mesh.vpp", mesh.vpp, 1, 1
+    if not isinstance(asked.model, str):
+        for name, value in asked.model.model_dump().items():
+            yield f"model.{name}", value, 1, MAX_LAYERS if name == "num_layers" else MAX_SIZE
+
+
+def _subject(asked: PredictRequest) -> OrderingName | LayoutVersion:
+    if asked.version is None:
+        return asked.ordering or OrderingName.BUGGY
+    try:
+        return resolve(asked.version)
+    except SpecError as error:
+        remedy = f"send a release such as v0.12, or one of {', '.join(LayoutVersion)}"
+        raise invalid([FieldError("version", asked.version, "has no known layout", remedy)]) from error
+
+
+def _model(asked: PredictRequest) -> tuple[ModelSpec, bool]:
+    if isinstance(asked.model, str):
+        entry = MODELS[asked.model]
+        return entry.model, entry.tied
+    return asked.model.spec(), True
+
+
+def _document(
+    asked: PredictRequest, subject: OrderingName | LayoutVersion, model: ModelSpec, tied: bool, found: Prediction
+) -> dict[str, Any]:
+    ordering = subject if isinstance(subject, OrderingName) else None
+    layout = ORDERINGS[ordering].layout if ordering else LayoutVersion(subject)
+    return {
+        "ordering": ordering,
+        "version": asked.version,
+        "layout": layout,
+        "source": ORDERINGS[ordering].source if ordering else RULES[layout].source,
+        "mesh": asked.mesh.model_dump(),
+        "model": {"name": asked.model if isinstance(asked.model, str) else None, **asdict(model), "tied": tied},
+        "asserts": found.asserts,
+        "num_elements": found.num_elements,
+        "misowned_elements": found.misowned_elements,
+        "fraction": found.fraction,
+        "num_ranges": len(found.ranges),
+        "ranges": [{"start": part.start, "stop": part.stop} for part in found.ranges[: asked.max_ranges]],
+        "ends": {
+            "wte": _end(found.misowned_elements, found.misowned_by_wte_owner),
+            "lm_head": _end(found.misowned_elements, found.misowned_by_lm_head_owner),
+        },
+    }
+
+
+def _end(misowned_elements: int, by_owner: tuple[int, ...]) -> dict[str, Any]:
+    owners = [{"dp_rank": dp_rank, "misowned_elements": n} for dp_rank, n in enumerate(by_owner) if n]
+    return {"misowned_elements": misowned_elements, "owners": owners}

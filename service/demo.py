@@ -1,0 +1,30 @@
+"""`gradgate demo`: a whole stack, one validation with defaults over HTTP, all that it found, nothing left running."""
+
+from __future__ import annotations
+
+from service import progress
+from service.client import GradgateClient
+from service.settings import Settings
+from service.stack import run_stack
+from service.terminal import open_console
+
+EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
+
+
+def run_demo(settings: Settings) -> int:
+    """Run it and return the exit code of its verdict. Listens on a free port unless GRADGATE_PORT is set."""
+    console = open_console()
+    if "port" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"port": 0})
+    with run_stack(settings, lambda text: console.print(text, style="dim")) as (_, addresses):
+        console.print(f"POST {addresses.api_url}/validate {{}}")
+        with GradgateClient(addresses.api_url) as client:
+            validation = progress.follow(client, {}, console)
+            if validation["state"] == "completed":
+                progress.print_details(client, validation, console)
+            progress.print_outcome(validation, console)
+        console.print("stopping ...", style="dim")
+    database = "the database of GRADGATE_DATABASE_URL" if settings.database_url else settings.home / "postgres"
+    console.print(f"Nothing is left running. {validation['id']} is stored in {database}", soft_wrap=True)
+    console.print(f"(`bash deploy/run up` serves it again); logs are in {addresses.logs_dir}.", soft_wrap=True)
+    return EXIT_CODES.get(validation["verdict"] or "", 3)

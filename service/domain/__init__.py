@@ -1,0 +1,1 @@
+"""Rules of the service: pure, no I/O."""

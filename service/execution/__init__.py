@@ -1,0 +1,1 @@
+"""Where trials run: the only place in service that imports ray."""

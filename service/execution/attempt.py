@@ -1,0 +1,207 @@
+"""One attempt at one validation on the driver's side: reserve, form, run, and leave nothing behind.
+
+Talks to the supervisor through `send` only. Whatever ends an attempt - reports, a failure, the deadline, a cancel -
+exactly one final message follows, and it follows the gang's end wherever the gang is not kept warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.domain.validation import FailureDetail
+from service.execution.beacon import BeaconServer
+from service.execution.failure import deadline_detail
+from service.execution.gang import Gang, GangShape, Reservation, release_group, remove_group, start_ranks
+from service.execution.messages import (
+    Cancelled,
+    Failed,
+    Finished,
+    Formed,
+    FromDriver,
+    NodeCapacity,
+    Progress,
+    Reserved,
+    Start,
+)
+from service.execution.outbox import GangFailure
+from service.execution.placement import resolve_device, shortfall
+from service.execution.pool import Pool
+from service.execution.ray_train import TrainGang
+from workers.contract import Launcher, StepReport, TrialSpec
+from workers.plan import trials
+
+PROGRESS_INTERVAL_S = 0.03
+"""Reports cross the pipe at most this often."""
+_log = logging.getLogger("gradgate.driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What attempts share: the pool, the position lines, the node table and the way back to the supervisor."""
+
+    pool: Pool
+    beacons: BeaconServer
+    nodes: Callable[[], tuple[NodeCapacity, ...]]
+    fresh_nodes: Callable[[], tuple[NodeCapacity, ...]]
+    """Asks the cluster; blocks."""
+    send: Callable[[FromDriver], None]
+    storage_path: str
+
+
+class Attempt:
+    """Runs one `Start`. `cancel` may be called at any time; `run` never raises."""
+
+    def __init__(self, start: Start, workplace: Workplace) -> None:
+        self._start = start
+        self._work = workplace
+        self._gang: Gang | TrainGang | None = None
+        self._reserved = False
+        self._reports: list[StepReport] = []
+        self._flush: asyncio.TimerHandle | None = None
+        self._began_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Work until there is a final message, and send it."""
+        try:
+            async with asyncio.timeout(self._start.remaining_s):
+                await self._work_through()
+            ending = self._finish()
+        except GangFailure as failure:
+            ending = self._fail(failure.detail)
+        except TimeoutError:
+            ending = self._fail(self._overdue())
+        except asyncio.CancelledError:
+            ending = self._cancelled()
+        except Exception as error:
+            _log.exception("an attempt broke", extra={"validation": self._start.key.validation_id})
+            message = f"the driver could not run this attempt: {type(error).__name__}: {error}"
+            ending = self._fail(FailureDetail("driver_error", message))
+        # Shielded: a cancel that comes now must not keep the final message from being sent.
+        await asyncio.shield(asyncio.create_task(ending))
+
+    async def _work_through(self) -> None:
+        start = self._start
+        nodes = await self._feasible_nodes()
+        shape = GangShape(start.spec.mesh.world_size, resolve_device(start.spec.device, nodes), start.placement)
+        plan = trials(start.spec, shape.device)
+        gang: Gang | TrainGang
+        if start.launcher is Launcher.RAY_TRAIN:
+            gang = await self._form_by_train(shape, nodes, plan)
+        else:
+            gang = await self._form_by_pool(shape, nodes)
+        self._work.send(Formed(start.key, gang.fingerprints, self._elapsed_s()))
+        await gang.run(plan, self._hear)
+
+    async def _finish(self) -> None:
+        gang, self._gang = self._gang, None
+        if isinstance(gang, Gang):
+            self._work.pool.give_back(gang)
+        elif gang is not None:
+            await gang.kill()
+        self._work.send(Finished(self._start.key, self._take_reports()))
+
+    async def _cancelled(self) -> None:
+        self._work.send(Cancelled(self._start.key, await self._kill()))
+
+    async def _feasible_nodes(self) -> tuple[NodeCapacity, ...]:
+        nodes = self._work.nodes()
+        if self._lacks(nodes) is not None:
+            nodes = await asyncio.to_thread(self._work.fresh_nodes)
+            if (lack := self._lacks(nodes)) is not None:
+                raise GangFailure(FailureDetail("infeasible", lack))
+        return nodes
+
+    def _lacks(self, nodes: tuple[NodeCapacity, ...]) -> str | None:
+        spec = self._start.spec
+        return shortfall(nodes, spec.mesh.world_size, resolve_device(spec.device, nodes), self._start.placement)
+
+    async def _form_by_pool(self, shape: GangShape, nodes: tuple[NodeCapacity, ...]) -> Gang:
+        key = self._start.key
+        if key.attempt > 1:  # whoever held the attempt before may have left its resources reserved
+            await asyncio.to_thread(remove_group, _group_name(key.validation_id, key.attempt - 1))
+        held = await self._work.pool.acquire(_group_name(key.validation_id, key.attempt), shape, nodes)
+        names = {node.node_id: node.name for node in nodes}
+        if isinstance(held, Gang):
+            self._gang = held
+            self._say_reserved(shape, tuple(sorted(set(held.node_names.values()))), warm=True)
+            return held
+        gang = await self._start_ranks(held)
+        self._gang = gang
+        self._say_reserved(shape, await asyncio.to_thread(held.node_names, names), warm=False)
+        await gang.join(names)
+        return gang
+
+    async def _start_ranks(self, reservation: Reservation) -> Gang:
+        try:
+            return start_ranks(reservation, self._work.beacons)
+        except BaseException:
+            await release_group(reservation.group)
+            raise
+
+    async def _form_by_train(
+        self, shape: GangShape, nodes: tuple[NodeCapacity, ...], plan: tuple[TrialSpec, ...]
+    ) -> TrainGang:
+        key = self._start.key
+        name = f"gradgate-{key.validation_id}-{key.attempt}"
+        gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.storage_path)
+        self._gang = gang
+        async with self._work.pool.kept_empty():
+            await gang.join({node.node_id: node.name for node in nodes})
+        self._say_reserved(shape, tuple(sorted(set(gang.node_names.values()))), warm=False)
+        return gang
+
+    def _say_reserved(self, shape: GangShape, nodes: tuple[str, ...], *, warm: bool) -> None:
+        self._reserved = True
+        self._work.send(Reserved(self._start.key, shape.device, nodes, warm, self._elapsed_s()))
+
+    def _hear(self, reports: list[StepReport]) -> None:
+        self._reports += reports
+        if self._flush is None:
+            loop = asyncio.get_running_loop()
+            self._flush = loop.call_later(PROGRESS_INTERVAL_S, self._send_progress)
+
+    def _send_progress(self) -> None:
+        self._flush = None
+        self._work.send(Progress(self._start.key, self._take_reports()))
+
+    def _take_reports(self) -> tuple[StepReport, ...]:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        taken, self._reports = tuple(self._reports), []
+        return taken
+
+    async def _fail(self, detail: FailureDetail) -> None:
+        leak = await self._kill()
+        self._work.send(Failed(self._start.key, detail, self._take_reports(), leak))
+
+    async def _kill(self) -> str | None:
+        gang, self._gang = self._gang, None
+        return None if gang is None else await gang.kill()
+
+    def _overdue(self) -> FailureDetail:
+        spec, remaining_s = self._start.spec, self._start.remaining_s
+        if isinstance(self._gang, TrainGang) and not self._reserved:
+            message = (
+                f"Ray Train had not brought up {spec.mesh.world_size} ranks when deadline_s={remaining_s:g} ran out"
+            )
+            return FailureDetail("deadline_exceeded", f"{message}; raise deadline_s, or see what else runs there")
+        if not self._reserved:
+            message = (
+                f"waited {remaining_s:.0f} s for room for {spec.mesh.world_size} ranks, until deadline_s ran out; the "
+                "cluster is large enough but busy: try again, or raise deadline_s"
+            )
+            return FailureDetail("capacity_wait_expired", message)
+        assert self._gang is not None
+        return deadline_detail(remaining_s, self._gang.watch.positions, self._gang.node_names, spec.mesh.world_size)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+
+def _group_name(validation_id: str, attempt: int) -> str:
+    return f"gradgate:{validation_id}:{attempt}"

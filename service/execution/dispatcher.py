@@ -1,0 +1,62 @@
+"""`gradgate dispatch`: the process that leads a cluster, or stands by until it may. Must not import ray:
+losing a cluster must never end this process (only its driver child loads Ray).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from service.execution.leadership import lead
+from service.execution.supervisor import Supervisor
+from service.settings import Settings
+from service.storage.events import EventHub
+from service.storage.session import Database
+from service.telemetry import configure_logging
+
+
+def run(settings: Settings) -> None:
+    """Dispatch until SIGTERM or SIGINT; then requeue what runs, end the driver child and return."""
+    configure_logging()
+    asyncio.run(_run_until_signalled(settings))
+
+
+async def _run_until_signalled(settings: Settings) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await dispatch(settings, stopping)
+
+
+async def dispatch(settings: Settings, stopping: asyncio.Event) -> None:
+    """Dispatch until `stopping` is set: stand by, lead, and stand by again when the lead is lost."""
+    if settings.database_url is None:
+        raise ValueError("GRADGATE_DATABASE_URL is not set; a dispatcher needs the database that `serve` uses")
+    database = Database(settings.database_url, pool_size=settings.database_pool_size)
+    try:
+        async with EventHub(settings.database_url) as hub:
+            while not stopping.is_set():
+                await _stand_by_and_lead(settings, database, hub, stopping)
+    finally:
+        await database.close()
+
+
+async def _stand_by_and_lead(settings: Settings, database: Database, hub: EventHub, stopping: asyncio.Event) -> None:
+    assert settings.database_url is not None
+    waiting = asyncio.create_task(lead(settings.database_url, settings.cluster, settings.poll_s))
+    await first_of(waiting, asyncio.create_task(stopping.wait()))
+    if not waiting.done():
+        waiting.cancel()
+        return
+    leadership = waiting.result()
+    try:
+        ending = asyncio.create_task(first_of(*map(asyncio.create_task, (stopping.wait(), leadership.lost.wait()))))
+        await Supervisor(settings, database, hub).serve(ending)
+    finally:
+        await leadership.close()
+
+
+async def first_of(*tasks: asyncio.Task[object]) -> None:
+    """Wait for the first of several tasks; cancel nothing."""
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,198 @@
+"""The driver child: the one process that holds Ray's driver connection. It knows no database.
+
+It is a child because Ray ends a driver that lost its cluster, uncatchably; results that the supervisor holds must
+not die with it. Everything it reserves is owned by it, so that its own death cleans the cluster up. It ends when
+the pipe does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import workers
+from service.execution.attempt import Attempt, Workplace
+from service.execution.beacon import BeaconServer
+from service.execution.messages import (
+    STOP_TIMEOUT_S,
+    Cancel,
+    Capacity,
+    DriverConfig,
+    FromDriver,
+    NodeCapacity,
+    Ready,
+    Start,
+    Stop,
+    ToDriver,
+    WorkKey,
+)
+from service.execution.pool import Pool
+from service.telemetry import configure_logging
+
+_log = logging.getLogger("gradgate.driver")
+
+
+def main(connection: Connection[FromDriver, ToDriver], config: DriverConfig) -> None:
+    """Entry point of the child process: connect to Ray, serve the pipe until it says stop or breaks."""
+    configure_logging()
+    # A Ctrl-C reaches the whole process group; the supervisor decides what it means for us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connect(config)
+    try:
+        asyncio.run(Driver(connection, config).serve())
+    finally:
+        _exit_after(STOP_TIMEOUT_S)
+        ray.shutdown()
+    os._exit(0)
+
+
+def connect(config: DriverConfig) -> None:
+    """Join the cluster, or start a local one. On the main thread: a local Ray dies with the thread that started it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    common: dict[str, Any] = {
+        "namespace": f"gradgate-{config.cluster}",
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+    }
+    if config.ray_address is not None:
+        ray.init(address=config.ray_address, runtime_env=code_to_ship(), **common)
+        return
+    # Inherited by the local Ray's workers, which find our packages where this process finds them.
+    paths = [str(_source_root()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    ray.init(
+        address="local",
+        num_cpus=config.local_num_cpus,
+        include_dashboard=False,
+        object_store_memory=128 * 1024 * 1024,
+        _temp_dir=config.local_ray_dir,
+        **common,
+    )
+
+
+def code_to_ship() -> dict[str, Any] | None:
+    """Job-level packages for a cluster whose image lacks the wheel; None where this process runs from a wheel.
+
+    An installed wheel means a pinned image on the nodes too; a source checkout means development.
+    """
+    root = _source_root()
+    if "site-packages" in root.parts or "dist-packages" in root.parts:
+        return None
+    return {"py_modules": [str(root / "workers"), str(root / "service")]}
+
+
+def _source_root() -> Path:
+    return Path(workers.__path__[0]).resolve().parent
+
+
+def read_nodes(node_label: str) -> tuple[NodeCapacity, ...]:
+    """The nodes that are alive, under the operator's label where one is set. Blocks for some milliseconds."""
+    return tuple(
+        NodeCapacity(
+            node_id=node["NodeID"],
+            name=node.get("Labels", {}).get(node_label) or node["NodeManagerHostname"],
+            address=node["NodeManagerAddress"],
+            num_cpus=float(node["Resources"].get("CPU", 0)),
+            num_gpus=float(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+class Driver:
+    """Turns the supervisor's messages into attempts. Everything runs on one event loop."""
+
+    def __init__(self, connection: Connection[FromDriver, ToDriver], config: DriverConfig) -> None:
+        self._connection = connection
+        self._config = config
+        self._pool = Pool(config.pool_max_gangs, config.gang_idle_s, config.gpu_gang_idle_s)
+        self._beacons = BeaconServer(ray.util.get_node_ip_address(), config.dead_man_s)
+        self._nodes: tuple[NodeCapacity, ...] = ()
+        self._attempts: dict[WorkKey, asyncio.Task[None]] = {}
+        self._inbox: asyncio.Queue[ToDriver] = asyncio.Queue()
+        self._workplace = Workplace(
+            self._pool, self._beacons, lambda: self._nodes, self._read_nodes, self._send, config.storage_path
+        )
+
+    async def serve(self) -> None:
+        """Serve until told to stop, or until the supervisor is gone."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._inbox.put_nowait, Stop())
+        threading.Thread(target=self._read_pipe, args=(loop,), name="pipe", daemon=True).start()
+        await self._beacons.open()
+        self._observe()
+        self._send(Ready(ray.__version__, os.getpid()))
+        watcher = asyncio.create_task(self._watch_cluster())
+        while not isinstance(message := await self._inbox.get(), Stop):
+            self._obey(message)
+        watcher.cancel()
+        await self._stop()
+
+    def _obey(self, message: Start | Cancel) -> None:
+        if isinstance(message, Start):
+            task = asyncio.create_task(Attempt(message, self._workplace).run())
+            self._attempts[message.key] = task
+            task.add_done_callback(lambda _: self._attempts.pop(message.key, None))
+        elif (running := self._attempts.get(message.key)) is not None:
+            running.cancel()
+
+    async def _stop(self) -> None:
+        running = list(self._attempts.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._pool.close()
+        await self._beacons.close()
+
+    def _read_pipe(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(self._inbox.put_nowait, self._connection.recv())
+        except (EOFError, OSError):
+            # The supervisor is gone: nobody would read a result.
+            _exit_after(STOP_TIMEOUT_S)
+            loop.call_soon_threadsafe(self._inbox.put_nowait, Stop())
+
+    def _send(self, message: FromDriver) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            _log.warning("the supervisor is gone; a message is lost", extra={"kind": type(message).__name__})
+
+    async def _watch_cluster(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.snapshot_interval_s)
+            try:
+                await asyncio.to_thread(self._read_nodes)
+            except Exception as error:
+                # No snapshot is the sign: the supervisor replaces a driver that stays silent.
+                _log.warning("cannot read the cluster's nodes", extra={"reason": str(error)})
+                continue
+            self._send(Capacity(self._nodes))
+            await self._pool.sweep(self._nodes)
+
+    def _observe(self) -> None:
+        self._read_nodes()
+        self._send(Capacity(self._nodes))
+
+    def _read_nodes(self) -> tuple[NodeCapacity, ...]:
+        self._nodes = read_nodes(self._config.node_label)
+        return self._nodes
+
+
+def _exit_after(timeout_s: float) -> None:
+    """End this process whatever hangs: Ray's shutdown blocks when its cluster is gone."""
+    timer = threading.Timer(timeout_s, lambda: os._exit(1))
+    timer.daemon = True
+    timer.start()
+    sys.stderr.flush()

@@ -1,0 +1,97 @@
+"""What broke first: from the symptoms that ranks show within a short grace to one cause with its place.
+
+When a rank dies its neighbours raise within milliseconds and everyone else blocks, so the first complaint to
+arrive is usually a victim's. A death outranks a rank's own error, which outranks a broken collective. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from service.domain.validation import FailureDetail
+from workers.contract import Position, RankFailure, RankPhase
+
+DEATH_GRACE_S = 0.1
+"""After a death: nothing outranks it; this only lets an earlier one be seen."""
+OWN_GRACE_S = 0.5
+"""After a rank's own error: a death that caused it would show within this."""
+COLLATERAL_GRACE_S = 2.0
+"""After a broken collective: the cause may take this long to be noticed on another node."""
+
+NO_WORD = "its process ended without a word (killed, out of memory, or its node is gone)"
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A rank's process went away. `position` is the last one it published."""
+
+    world_rank: int
+    node: str
+    position: Position | None
+    message: str = NO_WORD
+
+
+Symptom = RankFailure | Death
+
+
+def grace_s(symptom: Symptom) -> float:
+    """How long to wait for a symptom that outranks this one."""
+    if isinstance(symptom, Death):
+        return DEATH_GRACE_S
+    return COLLATERAL_GRACE_S if symptom.collateral else OWN_GRACE_S
+
+
+def first_cause(symptoms: Sequence[Symptom]) -> FailureDetail:
+    """The detail to report, from symptoms in order of arrival (at least one)."""
+    return _describe(min(symptoms, key=_severity))  # min keeps the earliest of equals
+
+
+def _severity(symptom: Symptom) -> int:
+    if isinstance(symptom, Death):
+        return 0
+    return 2 if symptom.collateral else 1
+
+
+def _describe(symptom: Symptom) -> FailureDetail:
+    if isinstance(symptom, RankFailure):
+        place = _place(symptom.phase, symptom.trial_index, symptom.step)
+        message = f"world_rank {symptom.world_rank} on {symptom.node} failed {place}: {symptom.message}"
+        return FailureDetail(symptom.code, message, symptom.world_rank, symptom.node, symptom.phase.value)
+    position = symptom.position or Position(symptom.world_rank, RankPhase.FORMING, None, None, 0)
+    place = _place(position.phase, position.trial_index, position.step)
+    message = f"world_rank {symptom.world_rank} on {symptom.node} died {place}: {symptom.message}"
+    return FailureDetail("rank_died", message, symptom.world_rank, symptom.node, position.phase.value)
+
+
+def _place(phase: RankPhase, trial_index: int | None, step: int | None) -> str:
+    trial = "" if trial_index is None else f", trial {trial_index}"
+    return f"in phase {phase.value}{trial}" + ("" if step is None else f", step {step}")
+
+
+def deadline_detail(
+    deadline_s: float, positions: Mapping[int, Position], nodes: Mapping[int, str], world_size: int
+) -> FailureDetail:
+    """A hang, told by who never arrived: the ranks that have entered the fewest phases hold up all others."""
+    latest = {
+        world_rank: positions.get(world_rank, Position(world_rank, RankPhase.FORMING, None, None, 0))
+        for world_rank in range(world_size)
+    }
+    fewest = min(position.sequence for position in latest.values())
+    late = [position for position in latest.values() if position.sequence == fewest]
+    held = late[0]
+    place = _place(held.phase, held.trial_index, held.step)
+    if len(late) == world_size:
+        story = f"all {world_size} ranks are at the same point, {place}"
+    else:
+        names = ", ".join(f"{position.world_rank}" for position in late[:8]) + (" ..." if len(late) > 8 else "")
+        furthest = max(latest.values(), key=lambda position: position.sequence)
+        story = f"world_rank {names} never got beyond {place}, while {furthest.world_rank} is {_where(furthest)}"
+    detail_rank = None if len(late) == world_size and world_size > 1 else held.world_rank
+    message = f"not finished when deadline_s={deadline_s:g} ran out: {story}; raise deadline_s, or look at that rank"
+    node = None if detail_rank is None else nodes.get(detail_rank)
+    return FailureDetail("deadline_exceeded", message, detail_rank, node, held.phase.value)
+
+
+def _where(position: Position) -> str:
+    return _place(position.phase, position.trial_index, position.step)

@@ -1,0 +1,76 @@
+"""One dispatcher leads a cluster; the others wait. A Postgres advisory lock on a connection of its own decides.
+
+The lock ends with the connection, so a dead leader never blocks its successor. Two leaders for a moment (a
+connection that broke unnoticed) are harmless: claims skip locked rows and every write is fenced by attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Any
+
+import psycopg
+
+from service.storage.session import conninfo
+
+_log = logging.getLogger("gradgate.dispatcher")
+
+
+def lock_key(cluster: str) -> int:
+    """The lock's number: 64 bits of the cluster's name."""
+    digest = hashlib.blake2b(f"gradgate dispatcher {cluster}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+class Leadership:
+    """Held until `lost` is set or `close` is called."""
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], check_s: float) -> None:
+        self.lost = asyncio.Event()
+        self._connection = connection
+        self._watch = asyncio.create_task(self._check(check_s))
+
+    async def close(self) -> None:
+        """Give the lead up."""
+        self._watch.cancel()
+        await self._connection.close()
+
+    async def _check(self, interval_s: float) -> None:
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                async with asyncio.timeout(max(5.0, interval_s)):
+                    await self._connection.execute("SELECT 1")
+        except (psycopg.Error, OSError, TimeoutError) as error:
+            _log.warning("lost the leader's lock", extra={"reason": str(error)})
+            self.lost.set()
+
+
+async def lead(database_url: str, cluster: str, poll_s: float) -> Leadership:
+    """Wait until this process leads the cluster."""
+    standing_by = False
+    while True:
+        try:
+            if (connection := await _try_lock(database_url, cluster)) is not None:
+                _log.info("leading", extra={"cluster": cluster})
+                return Leadership(connection, poll_s)
+            if not standing_by:
+                _log.info("standing by: another dispatcher leads", extra={"cluster": cluster})
+                standing_by = True
+        except (psycopg.Error, OSError) as error:
+            _log.warning("cannot reach the database", extra={"reason": str(error)})
+        await asyncio.sleep(poll_s)
+
+
+async def _try_lock(database_url: str, cluster: str) -> psycopg.AsyncConnection[Any] | None:
+    connection = await psycopg.AsyncConnection[Any].connect(
+        conninfo(database_url), autocommit=True, connect_timeout=10, application_name="gradgate leader"
+    )
+    cursor = await connection.execute("SELECT pg_try_advisory_lock(%s::bigint)", [lock_key(cluster)])
+    row = await cursor.fetchone()
+    if row is not None and row[0]:
+        return connection
+    await connection.close()
+    return None

@@ -1,0 +1,193 @@
+"""One attempt on the supervisor's side: what the driver says of it becomes rows and events, in order.
+
+Writes nothing but through storage functions fenced by attempt; when one says that the attempt is lost, it stops.
+Everything that waits is written in one transaction, so a busy database makes batches larger, not the attempt slower.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
+from service.execution.chronicle import Chronicle, Entry
+from service.execution.messages import Cancelled, Failed, Finished, Formed, Progress, Reserved, Start, WorkKey
+from service.storage import queue
+from service.storage.events import append_many
+from service.storage.session import Connection, Database
+from workers.contract import Fingerprint, Judgement, TrialSpec
+from workers.plan import ExperimentSpec, trials
+from workers.verdict import judge
+
+_RETRY_S = (0.1, 0.5, 1.0, 2.0, 5.0)
+_log = logging.getLogger("gradgate.dispatcher")
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """The supervisor's own final word: nobody works on this attempt any more."""
+
+    message: str
+
+
+Message = Reserved | Formed | Progress | Finished | Failed | Cancelled | Requeue
+Final = Finished | Failed | Cancelled | Requeue
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one message adds to the history: whether the attempt starts running with it, then its events."""
+
+    entries: list[Entry]
+    starts_running: bool = False
+
+
+class Record:
+    """Writes one attempt down. `hear` takes the driver's messages; `run` returns once the last is stored."""
+
+    def __init__(self, database: Database, key: WorkKey, queued_s: float) -> None:
+        self.key = key
+        self.cancel_requested = False
+        self.lost = False
+        """The attempt is somebody else's by now; nothing of it was or will be written."""
+        self.ending = False
+        """The last words are being written; after that nobody holds a lease."""
+        self._database = database
+        self._spec: ExperimentSpec | None = None
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._plan: tuple[TrialSpec, ...] = ()
+        self._chronicle: Chronicle | None = None
+        self._fingerprint: tuple[Fingerprint, ...] = ()
+        self._timings: dict[str, Any] = {"queued_s": round(queued_s, 6)}
+        self._began_s = time.monotonic()
+
+    def begin(self, start: Start) -> None:
+        """The driver is about to get this order."""
+        self._spec = start.spec
+
+    def hear(self, message: Message) -> None:
+        """Take a message of this attempt."""
+        self._inbox.put_nowait(message)
+
+    async def run(self) -> None:
+        """Write until the final message is stored, or until the attempt is lost."""
+        final: Final | None = None
+        while final is None and not self.lost:
+            messages = await self._next_messages()
+            steps = [step for message in messages if (step := self._absorb(message)) is not None]
+            final = messages[-1] if isinstance(messages[-1], Final) else None
+            self.ending = final is not None
+            judgement = await self._judge() if isinstance(final, Finished) else None
+            await self._store(steps, judgement if judgement is not None else final)
+
+    async def _next_messages(self) -> list[Message]:
+        messages = [await self._inbox.get()]
+        with contextlib.suppress(asyncio.QueueEmpty):
+            while not isinstance(messages[-1], Final):
+                messages.append(self._inbox.get_nowait())
+        return messages
+
+    def _absorb(self, message: Message) -> _Step | None:
+        """Take a message into the attempt's history; what of it is to be written now."""
+        if isinstance(message, Reserved):
+            assert self._spec is not None
+            self._plan = trials(self._spec, message.device)
+            self._timings |= {"warm": message.warm, "reserve_s": round(message.seconds, 6)}
+            told = {"device": message.device, "nodes": message.nodes, "warm": message.warm, "seconds": message.seconds}
+            return _Step([(EventType.RESERVED, told)])
+        if isinstance(message, Formed):
+            self._fingerprint = message.fingerprints
+            self._timings["form_s"] = round(message.seconds - self._timings["reserve_s"], 6)
+            self._chronicle = Chronicle(self._plan)
+            return _Step(self._chronicle.open(), starts_running=True)
+        if isinstance(message, Progress | Finished | Failed) and self._chronicle is not None:
+            return _Step(self._chronicle.hear(message.reports))
+        return None
+
+    async def _judge(self) -> Judgement | Failed:
+        """The verdict. A defect in the judge is a failure of the attempt, never a hanging one."""
+        assert self._chronicle is not None
+        judging_s = time.monotonic()
+        self._timings["phases_s"] = self._chronicle.seconds_by_phase()
+        self._timings["run_s"] = round(
+            judging_s - self._began_s - self._timings["reserve_s"] - self._timings["form_s"], 6
+        )
+        try:
+            judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports)
+        except Exception as error:
+            _log.exception("the judge broke", extra={"validation": self.key.validation_id})
+            return Failed(self.key, FailureDetail("judge_error", f"the reports could not be judged: {error!r}"))
+        self._timings["judge_s"] = round(time.monotonic() - judging_s, 6)
+        self._timings["attempt_s"] = round(time.monotonic() - self._began_s, 6)
+        return judgement
+
+    async def _store(self, steps: Sequence[_Step], end: Judgement | Final | None) -> None:
+        """Write in one transaction, again and again while the database is away: these results exist only here."""
+        failures = 0
+        while True:
+            try:
+                async with self._database.transaction() as connection:
+                    self.lost = not await self._write(connection, steps, end)
+                return
+            except (OperationalError, InterfaceError, PoolTimeoutError, OSError) as error:
+                extra = {"validation": self.key.validation_id, "reason": str(error)}
+                _log.warning("cannot store an attempt, trying again", extra=extra)
+            await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+            failures += 1
+
+    async def _write(self, connection: Connection, steps: Sequence[_Step], end: Judgement | Final | None) -> bool:
+        """False where a fence says that the attempt is lost."""
+        key, pending = self.key, list[Entry]()
+        for step in steps:
+            if step.starts_running:
+                held = await self._append(connection, pending) and await queue.mark_running(
+                    connection, key.validation_id, key.attempt, self._fingerprint, self._timings
+                )
+                if not held:
+                    return False
+                pending = []
+            pending += step.entries
+        return await self._append(connection, pending) and await self._end(connection, end)
+
+    async def _append(self, connection: Connection, entries: Sequence[Entry]) -> bool:
+        if not entries:
+            return True
+        key = self.key
+        return await append_many(connection, key.validation_id, entries, attempt=key.attempt) is not None
+
+    async def _end(self, connection: Connection, end: Judgement | Final | None) -> bool:
+        validation_id, attempt = self.key.validation_id, self.key.attempt
+        reports = self._chronicle.reports if self._chronicle is not None else []
+        if isinstance(end, Judgement):
+            return await queue.complete(
+                connection, validation_id, attempt, end, reports, self._fingerprint, self._timings
+            )
+        if isinstance(end, Failed):
+            detail = end.detail if end.leak is None else _with_leak(end.detail, end.leak)
+            return await queue.fail(connection, validation_id, attempt, detail, reports, self._timings)
+        if isinstance(end, Cancelled):
+            return await queue.cancel(connection, validation_id, attempt, end.leak)
+        if isinstance(end, Requeue):
+            return await self._requeue(connection, end.message)
+        return True
+
+    async def _requeue(self, connection: Connection, message: str) -> bool:
+        validation_id, attempt = self.key.validation_id, self.key.attempt
+        if self.cancel_requested:
+            return await queue.cancel(connection, validation_id, attempt, f"{message}; its ranks end by themselves")
+        if attempt >= MAX_ATTEMPTS:
+            detail = FailureDetail("attempts_exhausted", f"{message}, in attempt {attempt} of {MAX_ATTEMPTS}")
+            return await queue.fail(connection, validation_id, attempt, detail)
+        return await queue.release(connection, validation_id, attempt, message)
+
+
+def _with_leak(detail: FailureDetail, leak: str) -> FailureDetail:
+    return replace(detail, message=f"{detail.message}; left behind: {leak}")

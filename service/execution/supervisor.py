@@ -1,0 +1,262 @@
+"""The leader at work: claims queued validations, orders the driver to run them, writes down what comes back.
+
+NOTIFY is a hint, polling is the truth. Leases are renewed while an attempt runs; whoever loses one stops. A driver
+child that dies loses its attempts, which go back to the queue, and is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Coroutine, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from service.domain.json import plain
+from service.domain.validation import FailureDetail
+from service.execution.child import DriverChild
+from service.execution.messages import (
+    Cancel,
+    Cancelled,
+    Capacity,
+    DriverConfig,
+    Failed,
+    FromDriver,
+    Ready,
+    ToDriver,
+    WorkKey,
+)
+from service.execution.order import to_start
+from service.execution.record import Record, Requeue
+from service.settings import Settings
+from service.storage import queue
+from service.storage.capacity import CapacitySnapshot, store_snapshot
+from service.storage.events import EventHub, Subscription
+from service.storage.session import Database
+
+DRIVER_SILENCE_S = 90.0
+"""A driver that reports no capacity for this long hangs. Ray itself ends one that lost its cluster after 60 s."""
+STARTUP_SILENCE_S = 180.0
+RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
+RECORD_TIMEOUT_S = 5.0
+"""How long stopping waits for the database to take the last words."""
+MAX_LOCAL_RAY_DIR = 40
+"""Longest folder under which Ray's socket paths still fit into the 107 characters that Linux allows."""
+_DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
+_log = logging.getLogger("gradgate.dispatcher")
+
+
+def driver_config(settings: Settings) -> DriverConfig:
+    """What of the settings the driver child needs."""
+    ray_dir = str(settings.home / "ray")
+    return DriverConfig(
+        cluster=settings.cluster,
+        ray_address=settings.ray_address,
+        local_num_cpus=settings.local_ray_cpus,
+        local_ray_dir=ray_dir if len(ray_dir) <= MAX_LOCAL_RAY_DIR else None,
+        node_label=settings.node_label,
+        storage_path=str(Path(settings.home) / "ray-train"),
+        pool_max_gangs=settings.pool_max_gangs,
+        gang_idle_s=settings.gang_idle_s,
+        gpu_gang_idle_s=settings.gpu_gang_idle_s,
+    )
+
+
+class Supervisor:
+    """Serves one term as leader."""
+
+    def __init__(self, settings: Settings, database: Database, hub: EventHub) -> None:
+        self._settings = settings
+        self._database = database
+        self._hub = hub
+        self._records: dict[WorkKey, Record] = {}
+        self._tasks: dict[WorkKey, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._child: DriverChild | None = None
+        self._driver_ready = False
+        self._news = Subscription()
+
+    async def serve(self, ending: Awaitable[object]) -> None:
+        """Work until `ending` is done, then give back what runs. Raises what broke a loop, if one did."""
+        async with self._hub.subscribe_queue(self._settings.cluster) as self._news:
+            loops = [asyncio.create_task(loop()) for loop in (self._claim_loop, self._lease_loop, self._driver_loop)]
+            try:
+                await asyncio.wait([asyncio.ensure_future(ending), *loops], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for loop in loops:
+                    loop.cancel()
+                results = await asyncio.gather(*loops, return_exceptions=True)
+                await self._stop()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _claim_loop(self) -> None:
+        while True:
+            with _patience("claim"):
+                await self._claim()
+                if self._records:
+                    await self._renew()  # the notification may have been a wish to cancel
+            await self._news.wait(self._settings.poll_s)
+
+    async def _claim(self) -> None:
+        limit = self._settings.max_parallel - len(self._records)
+        if not self._driver_ready or limit <= 0:
+            return
+        settings = self._settings
+        async with self._database.transaction() as connection:
+            claims = await queue.claim(
+                connection,
+                cluster=settings.cluster,
+                dispatcher_id=settings.dispatcher_id,
+                lease_s=settings.lease_s,
+                limit=limit,
+            )
+        for claim in claims:
+            self._begin(claim)
+
+    def _begin(self, claim: queue.Claim) -> None:
+        key = WorkKey(claim.id, claim.attempt)
+        claimed_at = claim.lease_expires_at.timestamp() - self._settings.lease_s
+        record = Record(self._database, key, queued_s=max(0.0, claimed_at - claim.created_at.timestamp()))
+        self._records[key] = record
+        self._tasks[key] = asyncio.create_task(self._keep(record))
+        try:
+            start = to_start(key, claim.request, claim.deadline_s)
+        except (KeyError, TypeError, ValueError) as error:
+            message = f"the stored request cannot be read by this version: {error!r}; send it again"
+            record.hear(Failed(key, FailureDetail("invalid_request", message)))
+            return
+        record.begin(start)
+        self._order(start)
+
+    async def _keep(self, record: Record) -> None:
+        key = record.key
+        try:
+            await record.run()
+        except Exception as error:
+            _log.exception("an attempt could not be written down", extra={"validation": key.validation_id})
+            record.lost = True
+            await self._give_up(key, error)
+        finally:
+            self._records.pop(key, None)
+            self._tasks.pop(key, None)
+            self._news.wake()
+            if record.lost:
+                _log.warning("dropped an attempt that is no longer ours", extra={"validation": key.validation_id})
+                self._order(Cancel(key))
+
+    async def _give_up(self, key: WorkKey, error: Exception) -> None:
+        detail = FailureDetail("not_stored", f"the result could not be stored: {error!r}"[:2000])
+        with _patience("fail an attempt"):
+            async with self._database.transaction() as connection:
+                await queue.fail(connection, key.validation_id, key.attempt, detail)
+
+    async def _lease_loop(self) -> None:
+        while True:
+            with _patience("renew leases"):
+                await self._renew()
+                async with self._database.transaction() as connection:
+                    await queue.requeue_expired(connection, cluster=self._settings.cluster)
+            await asyncio.sleep(self._settings.lease_s / 3)
+
+    async def _renew(self) -> None:
+        settings = self._settings
+        held = {(key.validation_id, key.attempt): record for key, record in self._records.items()}
+        async with self._database.transaction() as connection:
+            found = await queue.extend(
+                connection, dispatcher_id=settings.dispatcher_id, held=list(held), lease_s=settings.lease_s
+            )
+        for pair, record in held.items():
+            if pair not in found.still_held and not record.ending:
+                record.lost = True
+                self._tasks[record.key].cancel()
+            elif pair in found.cancel_requested and not record.cancel_requested:
+                record.cancel_requested = True
+                self._order(Cancel(record.key))
+
+    async def _driver_loop(self) -> None:
+        num_failures = 0
+        while True:
+            await asyncio.sleep(RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)])
+            began_s = time.monotonic()
+            child = self._child = DriverChild(driver_config(self._settings), self._hear)
+            await self._until_dead(child)
+            self._driver_ready = False
+            await child.kill()
+            for record in list(self._records.values()):
+                record.hear(Requeue("the driver process died"))
+            num_failures = 0 if time.monotonic() - began_s > 60 else num_failures + 1
+            _log.warning(
+                "the driver process died, starting another", extra={"pid": child.pid, "in_a_row": num_failures}
+            )
+
+    async def _until_dead(self, child: DriverChild) -> None:
+        while not child.ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(5.0):
+                    await child.ended.wait()
+            if child.silent_s > (DRIVER_SILENCE_S if self._driver_ready else STARTUP_SILENCE_S):
+                _log.error("the driver process hangs", extra={"pid": child.pid, "silent_s": round(child.silent_s)})
+                return
+
+    def _order(self, message: ToDriver) -> None:
+        if self._child is not None:
+            self._child.send(message)
+
+    def _hear(self, message: FromDriver) -> None:
+        if isinstance(message, Ready):
+            self._driver_ready = True
+            _log.info("the driver is ready", extra={"ray": message.ray_version, "pid": message.pid})
+            self._news.wake()
+        elif isinstance(message, Capacity):
+            self._spawn(self._store_capacity(message))
+        elif (record := self._records.get(message.key)) is not None:
+            if isinstance(message, Cancelled) and not record.cancel_requested:
+                record.hear(Requeue("the dispatcher stopped"))
+            else:
+                record.hear(message)
+
+    async def _store_capacity(self, message: Capacity) -> None:
+        snapshot = CapacitySnapshot(
+            cluster=self._settings.cluster,
+            observed_at=datetime.now(UTC),
+            num_nodes=len(message.nodes),
+            num_cpus=sum(node.num_cpus for node in message.nodes),
+            num_gpus=sum(node.num_gpus for node in message.nodes),
+            nodes=plain(message.nodes),
+        )
+        with _patience("store a capacity snapshot"):
+            async with self._database.transaction() as connection:
+                await store_snapshot(connection, snapshot.cluster, self._settings.dispatcher_id, snapshot)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _stop(self) -> None:
+        """Let the driver kill its gangs, then give every attempt back to the queue."""
+        if self._child is not None:
+            await self._child.stop()
+        await asyncio.sleep(0)  # the driver's last messages
+        for record in list(self._records.values()):
+            record.hear(Requeue("the dispatcher stopped"))
+        if tasks := [*self._tasks.values(), *self._background]:
+            _, late = await asyncio.wait(tasks, timeout=RECORD_TIMEOUT_S)
+            for task in late:  # the lease will lapse, and another dispatcher takes over
+                task.cancel()
+
+
+@contextlib.contextmanager
+def _patience(what: str) -> Iterator[None]:
+    """A database that is away is waited for, not died of."""
+    try:
+        yield
+    except _DATABASE_AWAY as error:
+        _log.warning("the database is away", extra={"could_not": what, "reason": str(error)})

@@ -1,0 +1,91 @@
+"""`gradgate predict`: the static analysis without a server, as JSON and as a table. Only calls `workers.prediction`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from service.options import UsageFault
+from service.terminal import figure
+from workers.contract import TINY, Mesh, ModelSpec, OrderingName
+from workers.layout import RULES, LayoutVersion, resolve
+from workers.orderings import ORDERINGS
+from workers.prediction import MODELS, Prediction, predict_model
+
+MAX_RANGES = 3
+
+
+def forecast(
+    model: str | Mapping[str, int],
+    dp: int | None,
+    pp: int | None,
+    versions: Sequence[str],
+    orderings: Sequence[OrderingName],
+) -> dict[str, Any]:
+    """Predictions for versions and orderings; with neither, for every known version. The mesh defaults to 2 x 2."""
+    dp, pp = 2 if dp is None else dp, 2 if pp is None else pp
+    if dp < 1 or pp < 1:
+        raise UsageFault(f"--dp {dp} --pp {pp}: both must be at least 1")
+    sizes, tied = _resolve_model(model)
+    subjects: list[tuple[str, LayoutVersion | OrderingName]] = [(text, resolve(text)) for text in versions]
+    subjects += [(ordering.value, ordering) for ordering in orderings]
+    subjects = subjects or [(version.value, version) for version in RULES]
+    mesh = Mesh(dp=dp, pp=pp)
+    found = [_describe(name, subject, predict_model(subject, mesh, sizes, tied=tied)) for name, subject in subjects]
+    return {"model": model, "tied": tied, "mesh": {"dp": dp, "pp": pp}, "predictions": found}
+
+
+def forecast_table(found: Mapping[str, Any]) -> Table:
+    """One line a version or ordering."""
+    mesh = found["mesh"]
+    model = _model_name(found["model"]) + ("" if found["tied"] else ", not tied")
+    title = f"wrong elements of the tied weight: {model}, dp {mesh['dp']}, pp {mesh['pp']}"
+    table = Table(title=title, title_justify="left", box=None, show_edge=False, pad_edge=False)
+    for name in ("for", "wrong at each end", "of", "share", "where"):
+        table.add_column(name, justify="right" if name in ("wrong at each end", "of", "share") else "left")
+    for entry in found["predictions"]:
+        table.add_row(entry["subject"], *_cells(entry))
+    return table
+
+
+def _describe(name: str, subject: LayoutVersion | OrderingName, prediction: Prediction) -> dict[str, Any]:
+    rule = ORDERINGS[subject].rule if isinstance(subject, OrderingName) else RULES[subject]
+    return {
+        "subject": name,
+        "layout": rule.version.value,
+        "source": rule.source,
+        "asserts": prediction.asserts,
+        "num_elements": prediction.num_elements,
+        "misowned_elements": prediction.misowned_elements,
+        "fraction": prediction.fraction,
+        "ranges": [[interval.start, interval.stop] for interval in prediction.ranges],
+        "misowned_by_wte_owner": list(prediction.misowned_by_wte_owner),
+        "misowned_by_lm_head_owner": list(prediction.misowned_by_lm_head_owner),
+    }
+
+
+def _cells(entry: Mapping[str, Any]) -> Iterator[str]:
+    if entry["asserts"] is not None:
+        yield from ("-", "-", "-", f"stops by itself: {entry['asserts']}")
+        return
+    yield figure(entry["misowned_elements"])
+    yield figure(entry["num_elements"])
+    yield f"{entry['fraction']:.2%}"
+    shown = [f"{start:,} to {stop:,}" for start, stop in entry["ranges"][:MAX_RANGES]]
+    more = len(entry["ranges"]) - MAX_RANGES
+    yield ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
+
+
+def _resolve_model(model: str | Mapping[str, int]) -> tuple[ModelSpec, bool]:
+    if not isinstance(model, str):
+        tiny = {name: getattr(TINY, name) for name in ModelSpec.__dataclass_fields__}
+        return ModelSpec(**(tiny | dict(model))), True
+    if model not in MODELS:
+        raise UsageFault(f"--model {model}: unknown; name one of {', '.join(MODELS)}, or give sizes")
+    return MODELS[model].model, MODELS[model].tied
+
+
+def _model_name(model: str | Mapping[str, int]) -> str:
+    return model if isinstance(model, str) else ", ".join(f"{name} {size}" for name, size in model.items())

@@ -1,0 +1,1 @@
+"""Postgres: tables, queue, reports, events."""

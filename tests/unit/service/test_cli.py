@@ -1,0 +1,106 @@
+"""Exit codes and messages of the command line; what needs a running stack is in tests/integration/stack."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from service import cli
+from service.client import ProblemError
+from service.home import choose_free_port
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "PORT", "HOST", "URL", "DATABASE_URL", "MAX_PARALLEL"):
+        monkeypatch.delenv(f"GRADGATE_{name}", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2), (None, 3), ("something new", 3)]
+)
+def test_a_verdict_is_an_exit_code(verdict: str | None, code: int) -> None:
+    assert cli.exit_code({"verdict": verdict}) == code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validat"],
+        ["validate", "--foo"],
+        ["validate", "--dp", "two"],
+        ["validate", "--probe", "exakt"],
+        ["validate", "--label", "x"],
+        ["validate", "--drill", ""],
+        ["predict", "--model", "gpt9"],
+        ["predict", "--version", "v99x"],
+        ["predict", "--dp", "0"],
+        ["predict", "--ordering", "none"],
+    ],
+)
+def test_bad_usage_is_an_error_and_says_why(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(arguments) == 3
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_no_server_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{choose_free_port('127.0.0.1')}"
+    assert cli.run(["validate", "--url", url]) == 3
+    assert f"error: {url} does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "dispatch", "migrate"])
+def test_no_database_is_an_error_with_its_remedy(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command]) == 3
+    assert "set it to postgresql://" in capsys.readouterr().err
+
+
+def test_every_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GRADGATE_PORT", "70000")
+    monkeypatch.setenv("GRADGATE_MAX_PARALLEL", "many")
+    assert cli.run(["migrate"]) == 3
+    message = capsys.readouterr().err
+    assert "GRADGATE_PORT=70000" in message
+    assert "GRADGATE_MAX_PARALLEL=many" in message
+
+
+def test_a_refusal_names_every_field() -> None:
+    errors = [{"field": "mesh.dp", "value": 0, "rule": "must be at least 1", "remedy": "ask for 1 or more"}]
+    problem = ProblemError(422, {"title": "The request breaks a rule", "detail": "mesh.dp: ...", "errors": errors})
+    assert cli._describe(problem).splitlines() == [
+        "The request breaks a rule",
+        "  mesh.dp = 0: must be at least 1; ask for 1 or more",
+    ]
+
+
+def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_predict_knows_the_reported_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["predict", "--json", "--version", "de4028a", "--version", "v0.14", "--ordering", "fixed"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"dp": 2, "pp": 2}
+    wrong = {entry["subject"]: entry["misowned_elements"] for entry in found["predictions"]}
+    assert wrong == {"de4028a": 2048, "v0.14": 0, "fixed": 0}
+
+
+def test_predict_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["predict", "--model", "vocab_size=64", "--version", "0650d83"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["0650d83", "128", "2,048", "6.25%"]
+
+
+def test_help_and_predict_load_neither_torch_nor_ray_nor_the_server() -> None:
+    code = (
+        "import sys; from service import cli; cli.run(['predict', '--json']); cli.run(['validate', '--help'])\n"
+        "print([name for name in ('torch', 'ray', 'sqlalchemy', 'fastapi', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
