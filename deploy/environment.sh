@@ -60,7 +60,7 @@ prepare_environment() {
             "$PWD/.venv" "$("$python" -c 'import sys; print(sys.version)')" 2>/dev/null; then
             "$python" -m venv --clear .venv
         fi
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+        .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
             -c deploy/constraints.txt -e "$target" >&2 || fail "pip could not install; its message is above"
         describe_environment "$python" "$extra" >.venv/gradgate-stamp
     fi

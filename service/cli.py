@@ -6,8 +6,10 @@ loads nothing. It holds no logic of its own: it parses, calls, and prints.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -68,7 +70,7 @@ def demo() -> int:
     from service.demo import run_demo
 
     raise_on_signals()
-    return run_demo(load_settings())
+    return exit_code(run_demo(load_settings()))
 
 
 @app.command()
@@ -219,14 +221,22 @@ def load_settings(*, needs_database: bool = False) -> Settings:
     try:
         settings = Settings.load()
     except ValidationError as error:
-        faults = [f"GRADGATE_{str(item['loc'][0]).upper()}={item['input']}: {item['msg']}" for item in error.errors()]
-        raise UsageFault("; ".join(faults)) from error
+        raise UsageFault(
+            "; ".join(_setting_fault(item["loc"], item["input"], item["msg"]) for item in error.errors())
+        ) from None
     if needs_database and settings.database_url is None:
         raise UsageFault(
             "GRADGATE_DATABASE_URL is not set; set it to postgresql://user:password@host:port/database, or run "
             "`gradgate up`, which brings its own database"
         )
     return settings
+
+
+def _setting_fault(location: tuple[int | str, ...], value: object, message: str) -> str:
+    """One bad setting in words; a URL is not repeated, since it may hold a password."""
+    name = f"GRADGATE_{str(location[0]).upper()}" if location else "the settings"
+    shown = "" if name.endswith("_URL") else f"={value}"
+    return f"{name}{shown}: {message}"
 
 
 def default_url() -> str:
@@ -253,6 +263,8 @@ def run(arguments: list[str]) -> int:
     """Run a command line and return its exit code."""
     try:
         code = app(arguments or ["--help"], standalone_mode=False)
+    except SystemExit as ended:  # from below Typer, as for a closed pipe; its codes are not ours
+        return EXIT_ERROR if ended.code else EXIT_PASS
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
@@ -260,40 +272,24 @@ def run(arguments: list[str]) -> int:
         typer.echo(f"error: {error.format_message()} (see gradgate --help)", err=True)
         return EXIT_ERROR
     except Exception as error:
-        if not _is_expected(error):
+        from service.faults import describe_expected
+
+        if (text := describe_expected(error)) is None:
             raise
-        typer.echo(f"error: {_describe(error)}", err=True)
+        typer.echo(f"error: {text}", err=True)
         return EXIT_ERROR
     return code or EXIT_PASS
-
-
-def _is_expected(error: Exception) -> bool:
-    """Whether the message alone says it all; anything else keeps its traceback."""
-    from service.client import ClientError
-    from service.domain.errors import ServiceError
-    from service.home import StackError
-    from service.options import UsageFault
-    from workers.errors import WorkerError
-
-    return isinstance(error, ClientError | ServiceError | StackError | UsageFault | WorkerError)
-
-
-def _describe(error: Exception) -> str:
-    from service.client import ProblemError
-
-    if not isinstance(error, ProblemError) or not error.errors:
-        return str(error)
-    faults = [f"{fault['field']} = {fault['value']!r}: {fault['rule']}; {fault['remedy']}" for fault in error.errors]
-    return "\n  ".join([error.title, *faults])
 
 
 def main() -> None:
     """The console script."""
     try:
         code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read us has gone; nothing more may be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_ERROR
     except Exception:
-        import traceback
-
         traceback.print_exc()
         code = EXIT_ERROR
     sys.exit(code)

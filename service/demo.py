@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from service import progress
 from service.client import GradgateClient
 from service.settings import Settings
 from service.stack import run_stack
 from service.terminal import open_console
 
-EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 
-
-def run_demo(settings: Settings) -> int:
-    """Run it and return the exit code of its verdict. Listens on a free port unless GRADGATE_PORT is set."""
+def run_demo(settings: Settings) -> dict[str, Any]:
+    """Run it and return the validation. Listens on a free port unless GRADGATE_PORT is set."""
     console = open_console()
     if "port" not in settings.model_fields_set:
         settings = settings.model_copy(update={"port": 0})
@@ -27,4 +27,4 @@ def run_demo(settings: Settings) -> int:
     database = "the database of GRADGATE_DATABASE_URL" if settings.database_url else settings.home / "postgres"
     console.print(f"Nothing is left running. {validation['id']} is stored in {database}", soft_wrap=True)
     console.print(f"(`bash deploy/run up` serves it again); logs are in {addresses.logs_dir}.", soft_wrap=True)
-    return EXIT_CODES.get(validation["verdict"] or "", 3)
+    return validation

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from service import terminal
 from service.client import ClientError, GradgateClient
-from service.domain.json import dumps
 from workers.contract import ProbeName
+from workers.encoding import dumps
 
 
 def follow(client: GradgateClient, request: Mapping[str, Any], console: Console) -> dict[str, Any]:

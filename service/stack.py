@@ -29,8 +29,8 @@ RAY_TIMEOUT_S = 120.0
 SERVER_TIMEOUT_S = 60.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 12
-RAY_OBJECT_STORE_BYTES = 160 * 1024 * 1024
-"""Statistics cross Ray, never gradients, so the least that Ray is happy with is plenty."""
+RAY_OBJECT_STORE_BYTES = 100 * 1024 * 1024
+"""Statistics cross Ray, never gradients, so little more than the least that Ray accepts is plenty."""
 
 Found = TypeVar("Found")
 

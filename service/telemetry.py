@@ -42,7 +42,8 @@ class JsonLines(logging.Formatter):
         }
         if (current := request_id.get()) is not None:
             line["request_id"] = current
-        line.update((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
+        extras = ((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
+        line.update((key, value) for key, value in extras if not key.startswith("_"))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Every rank of a mesh as a thread of this process: the real code of one rank, and collectives through shared memory."""
+"""Every rank of a mesh as a thread of this process: the real code of a rank, collectives through shared memory."""
 
 from __future__ import annotations
 
@@ -95,6 +95,4 @@ class LockstepRank:
         tensors: Mapping[int, Tensor],
         collective: Callable[[Members, dict[int, Tensor]], None],
     ) -> None:
-        self._world.meet(
-            members, self._world_rank, tensors[self._world_rank], lambda table: collective(members, table)
-        )
+        self._world.meet(members, self._world_rank, tensors[self._world_rank], lambda table: collective(members, table))

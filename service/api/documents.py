@@ -17,9 +17,9 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
-from service.domain.json import dumps, plain
 from service.domain.validation import Cause, State, Validation
 from workers.contract import End, OrderingName, Phase, ProbeName, Role, Verdict
+from workers.encoding import dumps, plain
 
 JSON = "application/json"
 CSV = "text/csv"

@@ -24,10 +24,10 @@ from service.api.problems import (
     invalid,
 )
 from service.api.waiting import Wakeup, interruptible
-from service.domain.json import plain
 from service.domain.validation import TERMINAL, Event
 from service.storage import events as stored_events
 from service.storage import validations
+from workers.encoding import plain
 
 HEARTBEAT_S = 15.0
 _UNHEARD_S = 1.0

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Protocol
 
 from service.api.problems import INFEASIBLE, Problem
-from service.domain.json import timestamp
 from workers.contract import Device
+from workers.encoding import timestamp
 
 
 class Totals(Protocol):

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from service import telemetry
-from service.domain.json import dumps
+from workers.encoding import dumps
 
 MEDIA_TYPE = "application/problem+json"
 _MAX_ECHO_CHARACTERS = 200

@@ -50,11 +50,11 @@ from service.api.queries import LABEL_PATTERN, ListQuery, bad_cursor
 from service.api.schemas import ValidateRequest
 from service.api.waiting import Wakeup, interruptible
 from service.domain.errors import CursorError, IdempotencyConflict
-from service.domain.json import plain
 from service.domain.validation import TERMINAL, Validation, new_validation_id
 from service.storage import capacity, validations
 from service.storage.session import Connection
 from workers.contract import Device
+from workers.encoding import plain
 from workers.plan import Limits, violations
 
 _REREAD_S = 5.0

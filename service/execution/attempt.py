@@ -30,7 +30,7 @@ from service.execution.messages import (
 from service.execution.outbox import GangFailure
 from service.execution.placement import resolve_device, shortfall
 from service.execution.pool import Pool
-from service.execution.ray_train import TrainGang
+from service.execution.ray_train import TrainGang, TrainSite
 from workers.contract import Launcher, StepReport, TrialSpec
 from workers.plan import trials
 
@@ -49,7 +49,7 @@ class Workplace:
     fresh_nodes: Callable[[], tuple[NodeCapacity, ...]]
     """Asks the cluster; blocks."""
     send: Callable[[FromDriver], None]
-    storage_path: str
+    train_site: TrainSite
 
 
 class Attempt:
@@ -101,7 +101,7 @@ class Attempt:
         if isinstance(gang, Gang):
             self._work.pool.give_back(gang)
         elif gang is not None:
-            await gang.kill()
+            await gang.wind_down()
         self._work.send(Finished(self._start.key, self._take_reports()))
 
     async def _cancelled(self) -> None:
@@ -147,7 +147,7 @@ class Attempt:
     ) -> TrainGang:
         key = self._start.key
         name = f"gradgate-{key.validation_id}-{key.attempt}"
-        gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.storage_path)
+        gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.train_site)
         self._gang = gang
         async with self._work.pool.kept_empty():
             await gang.join({node.node_id: node.name for node in nodes})

@@ -14,14 +14,12 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import ray
 
-import workers
 from service.execution.attempt import Attempt, Workplace
 from service.execution.beacon import BeaconServer
+from service.execution.cluster import code_to_ship, connect, read_nodes
 from service.execution.messages import (
     STOP_TIMEOUT_S,
     Cancel,
@@ -36,6 +34,7 @@ from service.execution.messages import (
     WorkKey,
 )
 from service.execution.pool import Pool
+from service.execution.ray_train import TrainSite
 from service.telemetry import configure_logging
 
 _log = logging.getLogger("gradgate.driver")
@@ -55,60 +54,6 @@ def main(connection: Connection[FromDriver, ToDriver], config: DriverConfig) -> 
     os._exit(0)
 
 
-def connect(config: DriverConfig) -> None:
-    """Join the cluster, or start a local one. On the main thread: a local Ray dies with the thread that started it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    common: dict[str, Any] = {
-        "namespace": f"gradgate-{config.cluster}",
-        "log_to_driver": False,
-        "logging_level": logging.WARNING,
-    }
-    if config.ray_address is not None:
-        ray.init(address=config.ray_address, runtime_env=code_to_ship(), **common)
-        return
-    # Inherited by the local Ray's workers, which find our packages where this process finds them.
-    paths = [str(_source_root()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    ray.init(
-        address="local",
-        num_cpus=config.local_num_cpus,
-        include_dashboard=False,
-        object_store_memory=128 * 1024 * 1024,
-        _temp_dir=config.local_ray_dir,
-        **common,
-    )
-
-
-def code_to_ship() -> dict[str, Any] | None:
-    """Job-level packages for a cluster whose image lacks the wheel; None where this process runs from a wheel.
-
-    An installed wheel means a pinned image on the nodes too; a source checkout means development.
-    """
-    root = _source_root()
-    if "site-packages" in root.parts or "dist-packages" in root.parts:
-        return None
-    return {"py_modules": [str(root / "workers"), str(root / "service")]}
-
-
-def _source_root() -> Path:
-    return Path(workers.__path__[0]).resolve().parent
-
-
-def read_nodes(node_label: str) -> tuple[NodeCapacity, ...]:
-    """The nodes that are alive, under the operator's label where one is set. Blocks for some milliseconds."""
-    return tuple(
-        NodeCapacity(
-            node_id=node["NodeID"],
-            name=node.get("Labels", {}).get(node_label) or node["NodeManagerHostname"],
-            address=node["NodeManagerAddress"],
-            num_cpus=float(node["Resources"].get("CPU", 0)),
-            num_gpus=float(node["Resources"].get("GPU", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
-
-
 class Driver:
     """Turns the supervisor's messages into attempts. Everything runs on one event loop."""
 
@@ -121,7 +66,7 @@ class Driver:
         self._attempts: dict[WorkKey, asyncio.Task[None]] = {}
         self._inbox: asyncio.Queue[ToDriver] = asyncio.Queue()
         self._workplace = Workplace(
-            self._pool, self._beacons, lambda: self._nodes, self._read_nodes, self._send, config.storage_path
+            self._pool, self._beacons, lambda: self._nodes, self._read_nodes, self._send, self._train_site()
         )
 
     async def serve(self) -> None:
@@ -137,6 +82,11 @@ class Driver:
             self._obey(message)
         watcher.cancel()
         await self._stop()
+
+    def _train_site(self) -> TrainSite:
+        address = ray.get_runtime_context().gcs_address
+        runtime_env = code_to_ship() if self._config.ray_address is not None else None
+        return TrainSite(address, self._config.cluster, runtime_env, self._config.storage_path)
 
     def _obey(self, message: Start | Cancel) -> None:
         if isinstance(message, Start):

@@ -17,7 +17,6 @@ from pathlib import Path
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from service.domain.json import plain
 from service.domain.validation import FailureDetail
 from service.execution.child import DriverChild
 from service.execution.messages import (
@@ -38,6 +37,7 @@ from service.storage import queue
 from service.storage.capacity import CapacitySnapshot, store_snapshot
 from service.storage.events import EventHub, Subscription
 from service.storage.session import Database
+from workers.encoding import plain
 
 DRIVER_SILENCE_S = 90.0
 """A driver that reports no capacity for this long hangs. Ray itself ends one that lost its cluster after 60 s."""

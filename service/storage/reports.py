@@ -30,10 +30,10 @@ from sqlalchemy.dialects.postgresql import JSONB, array
 
 from service.domain import cursor as cursors
 from service.domain.cursor import Page
-from service.domain.json import dumps
 from service.storage.session import Connection
 from service.storage.tables import divergence, rank_steps, trace, trials
 from workers.contract import OrderingName, Phase, ProbeName, StepReport, TiedRow, TrialSummary
+from workers.encoding import dumps
 
 Row = tuple[Any, ...]
 

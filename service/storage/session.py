@@ -13,7 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from service.domain.json import dumps
+from workers.encoding import dumps
 
 Connection = AsyncConnection
 """What storage functions take: an open transaction."""

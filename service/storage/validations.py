@@ -23,9 +23,7 @@ from service.storage.reports import trace_page as trace_page
 from service.storage.session import Connection
 from service.storage.tables import trials, validations
 from workers.contract import SCHEMA_VERSION, OrderingName, ProbeName, Reason, Role, TrialSummary, Verdict
-
-VERDICT_RULES_VERSION = 1
-"""Version of `workers.verdict`'s rules, stored with every validation. A verdict is comparable only within one."""
+from workers.verdict import VERDICT_RULES_VERSION
 
 
 async def insert(

@@ -163,6 +163,14 @@ def rank_pids(validation: Validation) -> list[int]:
     return [rank["pid"] for rank in validation.fingerprint]
 
 
+def alive(pid: int) -> bool:
+    """Whether a process still holds anything; one that only waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def driver_process() -> psutil.Process:
     """The dispatcher's driver child."""
     [driver] = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import psutil
 import pytest
 from sqlalchemy import text
 
@@ -13,7 +12,7 @@ from service.storage import validations
 from service.storage.capacity import latest
 from workers.contract import Verdict
 
-from .conftest import NUM_CPUS, Service, driver_process, eventually, free_cpus, rank_pids, until_free
+from .conftest import NUM_CPUS, Service, alive, driver_process, eventually, free_cpus, rank_pids, until_free
 
 SMALL = {"mesh": {"dp": 2, "pp": 1}, "probes": ["exact"], "orderings": ["fixed"], "steps": 1}
 LONG = {"mesh": {"dp": 2, "pp": 1}, "probes": ["gpt"], "orderings": ["fixed"], "steps": 100, "repeats": 20}
@@ -56,7 +55,7 @@ async def test_an_idle_gang_leaves_for_a_request_that_waits(service: Service) ->
     assert free_cpus() < 5
     larger = await service.validate(SMALL | {"mesh": {"dp": 5, "pp": 1}})
     assert larger.state is State.COMPLETED
-    assert not any(psutil.pid_exists(pid) for pid in rank_pids(idle))
+    assert not any(alive(pid) for pid in rank_pids(idle))
 
 
 async def test_a_mesh_that_can_never_fit_says_needs_and_has(service: Service) -> None:
@@ -90,12 +89,12 @@ async def test_cancelled_only_when_the_gang_is_gone(service: Service) -> None:
     validation_id = await service.submit(LONG)
     await service.step_reached(validation_id)
     pids = rank_pids(await service.get(validation_id))
-    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert all(alive(pid) for pid in pids)
     async with service.database.transaction() as connection:
         await validations.request_cancel(connection, validation_id)
     validation = await service.wait(validation_id, timeout_s=15)
     assert validation.state is State.CANCELLED
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     assert validation.reasons == ()
     await until_free()
 
@@ -129,7 +128,7 @@ async def test_a_dead_driver_loses_its_attempt_and_a_new_one_takes_over(service:
     assert kinds.count("claimed") == 2
     assert kinds.count("requeued") == 1
     assert not set(rank_pids(validation)) & set(pids)
-    await eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), 10)
+    await eventually(lambda: not any(alive(pid) for pid in pids), 10)
 
 
 async def test_requests_of_different_shapes_run_at_once(service: Service) -> None:

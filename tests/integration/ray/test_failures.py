@@ -11,7 +11,7 @@ import pytest
 
 from service.domain.validation import State, Validation
 
-from .conftest import Service, rank_pids, until_free
+from .conftest import Service, alive, rank_pids, until_free
 
 LONG = {"probes": ["gpt"], "orderings": ["fixed"], "steps": 100, "repeats": 20}
 
@@ -36,7 +36,7 @@ async def test_a_rank_that_breaks_around_a_collective(
     assert validation.error.phase == "dp_sync"
     assert "step 1" in validation.error.message
     await until_free()
-    assert not any(psutil.pid_exists(pid) for pid in rank_pids(validation))
+    assert not any(alive(pid) for pid in rank_pids(validation))
 
 
 async def test_a_rank_killed_from_outside(service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from service import cli
 from service.client import ProblemError
+from service.faults import describe_expected
 from service.home import choose_free_port
 
 
@@ -73,7 +75,7 @@ def test_every_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_refusal_names_every_field() -> None:
     errors = [{"field": "mesh.dp", "value": 0, "rule": "must be at least 1", "remedy": "ask for 1 or more"}]
     problem = ProblemError(422, {"title": "The request breaks a rule", "detail": "mesh.dp: ...", "errors": errors})
-    assert cli._describe(problem).splitlines() == [
+    assert (describe_expected(problem) or "").splitlines() == [
         "The request breaks a rule",
         "  mesh.dp = 0: must be at least 1; ask for 1 or more",
     ]
@@ -104,3 +106,29 @@ def test_help_and_predict_load_neither_torch_nor_ray_nor_the_server() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_unreachable_database_is_an_error_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = choose_free_port("127.0.0.1")
+    monkeypatch.setenv("GRADGATE_DATABASE_URL", f"postgresql://gradgate:secret@127.0.0.1:{port}/gradgate")
+    assert cli.run(["migrate"]) == 3
+    message = capsys.readouterr().err
+    assert "the database of GRADGATE_DATABASE_URL does not answer" in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("arguments", [["predict"], ["predict", "--json"]])
+def test_a_closed_pipe_is_an_error_and_not_a_failed_verdict(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "service.cli", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == 3
+    assert done.stderr == ""
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    assert describe_expected(ValueError("x")) is None

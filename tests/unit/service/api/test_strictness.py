@@ -12,7 +12,7 @@ from service.api.bodies import parse_model
 from service.api.problems import Problem, document
 from service.api.schemas import ValidateRequest
 from service.api.validations import plan_order
-from service.domain.json import dumps
+from workers.encoding import dumps
 from workers.plan import Limits
 
 NUMBERS = st.integers() | st.floats() | st.integers(-3, 12) | st.sampled_from([2**31, 2**63, 2**64, 10**40])

@@ -1,6 +1,6 @@
 """What measuring costs: a step with all statistics against the bare step, on real gloo ranks in one run.
 
-    python tests/bench/statistics.py [tiny] [gpt2]
+    python tests/bench/measuring.py [tiny] [gpt2]
 
 Prints ratios of medians; nothing is asserted. The bare step is forward, backward, sync and optimizer.
 """

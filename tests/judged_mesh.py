@@ -1,0 +1,110 @@
+"""A mesh in one process, up to the judgement: local gradients, the real sync, then every rank's real judge.
+
+Tests tamper with what the sync reads (`held`), with what it leaves (`synced`) or with what ranks remember (`local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from lockstep import Lockstep
+from torch import Tensor
+
+from workers.communicator import ProcessGroups, VirtualRanks
+from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.divergence import EndJudgement, judge_end
+from workers.exchange import Holding, Replay
+from workers.grad_buffer import GradBuffer
+from workers.grad_sync import prescale_for, sync_gradients
+from workers.mesh import dp_members, ends_members
+from workers.orderings import ORDERINGS
+from workers.parameters import tied_parameter_name
+from workers.step import expect, stage_layout
+
+MODEL = ModelSpec(vocab_size=401, hidden_size=12, num_layers=4, num_heads=3, seq_len=5)
+
+
+class JudgedMesh:
+    def __init__(
+        self,
+        ordering: OrderingName,
+        mesh: Mesh,
+        probe: ProbeName = ProbeName.GPT,
+        model: ModelSpec = MODEL,
+        floor: float = 0.0,
+    ) -> None:
+        self.spec = TrialSpec(probe, ordering, mesh, model, BatchSpec(1, max(2, mesh.pp)))
+        self.ordering = ORDERINGS[ordering]
+        self.expectation = expect(self.spec, self.ordering)
+        self.holders = ends_members(mesh)
+        self.floor = floor
+        self.buffers = {rank: self._buffer(rank) for rank in range(mesh.world_size)}
+        self.local = {rank: self.buffers[rank].tied_grad().clone() for rank in self.holders}
+        self.replayed = {rank: grad.clone() for rank, grad in self.local.items()}
+        self.synced: dict[int, Tensor] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spec.mesh
+
+    def held(self, rank: int) -> Tensor:
+        """What the sync will read of a rank's tied gradient, as a view."""
+        return self.buffers[rank].tied_grad()
+
+    def synchronise(self) -> None:
+        prescale = prescale_for(self.ordering, self.spec.probe, self.mesh.dp)
+        virtual = VirtualRanks(self.mesh.world_size)
+        sync_gradients(self.ordering, self.mesh, self.buffers, virtual, prescale, lambda _: None)
+        self.synced = {rank: self.held(rank) for rank in self.holders}
+
+    def judge(self) -> dict[int, EndJudgement]:
+        if not self.synced:
+            self.synchronise()
+
+        def rank_main(rank: int, communicator: ProcessGroups) -> EndJudgement | None:
+            if rank not in self.holders:
+                return None
+            return judge_end(self.expectation, self.holding(rank), rank, communicator)
+
+        judged = Lockstep(self.mesh.world_size).run(rank_main)
+        return {rank: judgement for rank, judgement in enumerate(judged) if judgement is not None}
+
+    def holding(self, rank: int) -> Holding:
+        at = self.mesh.coordinates(rank)
+        neighbour = dp_members(self.mesh, at.pp_rank)[(at.dp_rank + 1) % self.mesh.dp]
+        return Holding(
+            self.local[rank],
+            Replay(self.replayed[neighbour], self.floor),
+            self.synced[rank],
+            torch.zeros_like(self.local[rank]),
+        )
+
+    def owned(self, rank: int) -> list[int]:
+        intervals = self.expectation.owned[self.holders.index(rank)]
+        return [element for interval in intervals for element in range(interval.start, interval.stop)]
+
+    def misowned(self) -> set[int]:
+        return {e for interval in self.expectation.misowned for e in range(interval.start, interval.stop)}
+
+    def owners(self, element: int) -> list[int]:
+        return [rank for rank in self.holders if element in self.owned(rank)]
+
+    def _buffer(self, rank: int) -> GradBuffer:
+        at = self.mesh.coordinates(rank)
+        layout = stage_layout(self.spec, self.ordering, at.pp_rank)
+        buffer = GradBuffer(layout, torch.device("cpu"), tied_parameter_name(self.mesh.pp, at.pp_rank))
+        generator = torch.Generator().manual_seed(rank)
+        for placed in layout.params:
+            buffer.grad(placed.name).copy_(self._values(placed.stop - placed.start, generator))
+        return buffer
+
+    def _values(self, size: int, generator: torch.Generator) -> Tensor:
+        if self.spec.probe is ProbeName.EXACT:
+            return torch.randint(1, 9, (size,), generator=generator).float()
+        return torch.randn(size, generator=generator)
+
+
+def each(judged: dict[int, EndJudgement], count: Callable[[EndJudgement], int]) -> dict[int, int]:
+    """A count by world rank, zeros left out."""
+    return {rank: count(judgement) for rank, judgement in judged.items() if count(judgement)}

@@ -1,0 +1,109 @@
+"""The phases in their order on small numbers that can be added by hand, and how the pre-scale rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.communicator import VirtualRanks
+from workers.contract import Mesh, OrderingName, Phase, ProbeName
+from workers.grad_buffer import GradBuffer
+from workers.grad_sync import Prescale, prescale_for, sync_gradients
+from workers.layout import RULES, LayoutVersion, PrescaleKind, build_layout
+from workers.orderings import ORDERINGS
+from workers.parameters import ParameterShape
+
+
+def buffers(mesh: Mesh, lead: int, version: LayoutVersion) -> dict[int, GradBuffer]:
+    """Four tied elements; `lead` others lie in front of them on the last stage. Rank r holds 10**r in all of them."""
+    made = {}
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        ends = at.pp_rank in (0, mesh.pp - 1)
+        shapes = [ParameterShape("tied", (4,), shared_embedding=True)] if ends else []
+        # Buffers fill in reversed registration order.
+        shapes += [ParameterShape("other", (lead if at.pp_rank else 4,))]
+        layout = build_layout(shapes, RULES[version], mesh.dp)
+        made[rank] = GradBuffer(layout, torch.device("cpu"), "tied" if ends else None)
+        for shape in shapes:
+            made[rank].grad(shape.name).fill_(10.0**rank)
+    return made
+
+
+def run(name: OrderingName, mesh: Mesh, lead: int = 8) -> tuple[dict[int, GradBuffer], list[Phase]]:
+    ordering, phases = ORDERINGS[name], []
+    made = buffers(mesh, lead, ordering.layout)
+    prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp)
+    sync_gradients(ordering, mesh, made, VirtualRanks(mesh.world_size), prescale, phases.append)
+    return made, phases
+
+
+def test_phases_run_in_the_catalogue_s_order() -> None:
+    assert run(OrderingName.BUGGY, Mesh(2, 2))[1] == [Phase.SCATTERED, Phase.TIED]
+    assert run(OrderingName.FIXED, Mesh(2, 2))[1] == [Phase.TIED, Phase.SCATTERED]
+    assert run(OrderingName.ALL_REDUCE, Mesh(2, 2))[1] == [Phase.SCATTERED, Phase.TIED]
+
+
+def test_scatter_then_tie_by_hand_where_owners_agree() -> None:
+    made, _ = run(OrderingName.BUGGY, Mesh(2, 2))
+    # wte lies behind 4 others in 8, lm_head behind 8 in 12: dp rank 1 owns all of both.
+    # Owner of wte on rank 1: (1 + 10) / 2, plus what rank 3 holds: (100 + 1000) / 2.
+    assert made[1].tied_grad().tolist() == [555.5] * 4
+    # Rank 0 owns none of it: its own half, plus rank 2's half.
+    assert made[0].tied_grad().tolist() == [0.5 + 50] * 4
+
+
+def test_the_bug_by_hand_where_owners_differ() -> None:
+    made, _ = run(OrderingName.BUGGY, Mesh(2, 2), lead=0)
+    # lm_head begins its buffer: of its four elements dp rank 0 owns two. wte's all belong to dp rank 1.
+    assert made[1].tied_grad().tolist() == [5.5 + 500, 5.5 + 500, 5.5 + 550, 5.5 + 550]
+    assert made[3].tied_grad().tolist() == made[1].tied_grad().tolist()
+    assert made[2].tied_grad().tolist() == [550 + 0.5, 550 + 0.5, 50 + 0.5, 50 + 0.5]
+
+
+@pytest.mark.parametrize("lead", [0, 3, 8])
+@pytest.mark.parametrize("name", [OrderingName.FIXED, OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE])
+def test_right_orderings_give_owners_the_mean_of_all(name: OrderingName, lead: int) -> None:
+    made, _ = run(name, Mesh(2, 2), lead)
+    for rank, buffer in made.items():
+        dp_rank = rank % 2
+        owned = buffer.layout.owned_intervals("tied", dp_rank)
+        if name is OrderingName.ALL_REDUCE:
+            assert buffer.tied_grad().tolist() == [555.5] * 4
+        for interval in owned:
+            assert buffer.tied_grad()[interval.start : interval.stop].tolist() == [555.5] * (
+                interval.stop - interval.start
+            )
+
+
+def test_a_stage_between_the_ends_is_only_averaged() -> None:
+    made, _ = run(OrderingName.FIXED, Mesh(2, 3), lead=2)
+    # Two elements: dp rank 0 owns the first, dp rank 1 the second; the other keeps its scaled local value.
+    assert made[2].grad("other").tolist() == [(100 + 1000) / 2, 100 / 2]
+    assert made[3].grad("other").tolist() == [1000 / 2, (100 + 1000) / 2]
+
+
+def test_one_stage_has_nothing_to_tie() -> None:
+    made, phases = run(OrderingName.FIXED, Mesh(2, 1))
+    assert phases == [Phase.TIED, Phase.SCATTERED]
+    assert made[1].tied_grad().tolist() == [5.5] * 4
+
+
+def test_the_two_prescales_round_differently() -> None:
+    values = torch.tensor([5.0])
+    divided, multiplied = values.clone(), values.clone()
+    Prescale(PrescaleKind.DIVIDE, 3).apply(divided)
+    Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, 3).apply(multiplied)
+    assert float(divided) == float(torch.tensor(5 / 3))
+    assert float(multiplied) == float(values * torch.tensor(1 / 3)) != float(divided)
+
+
+@pytest.mark.parametrize(("dp", "divisor"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1024, 1024)])
+def test_exact_scales_by_a_power_of_two_and_gpt_by_dp(dp: int, divisor: int) -> None:
+    ordering = ORDERINGS[OrderingName.OWN_BUCKET]
+    assert prescale_for(ordering, ProbeName.EXACT, dp).divisor == divisor
+    assert prescale_for(ordering, ProbeName.GPT, dp) == Prescale(ordering.rule.prescale, dp)
+    integers = torch.arange(-5.0, 6.0)
+    scaled = integers.clone()
+    prescale_for(ordering, ProbeName.EXACT, dp).apply(scaled)
+    assert torch.equal(scaled * divisor, integers)

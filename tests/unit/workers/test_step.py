@@ -1,0 +1,72 @@
+"""The small pure parts of a step: the clock that knows where a rank is, and sums over a tensor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from workers import step
+from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, Position, ProbeName, RankPhase, TrialSpec
+from workers.intervals import Interval, count, union
+from workers.orderings import ORDERINGS, SyncPhase
+from workers.step import PhaseClock, count_nonfinite, expect, moments
+
+
+def test_the_clock_publishes_every_move_in_order() -> None:
+    clock = PhaseClock(5)
+    seen: list[Position] = []
+    clock.on_position = seen.append
+    clock.enter(RankPhase.DP_SYNC, 1, 0)
+    clock.enter(RankPhase.TIE, 1, 0)
+    assert [position.sequence for position in seen] == [1, 2]
+    assert clock.position == Position(5, RankPhase.TIE, 1, 0, 2)
+    assert set(clock.seconds) == {"idle", "dp_sync"}
+    assert all(seconds >= 0 for seconds in clock.seconds.values())
+    clock.restart()
+    assert clock.seconds == {}
+
+
+def test_every_sync_phase_has_a_place() -> None:
+    assert set(step._RANK_PHASES) == set(SyncPhase)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_non_finite_elements_are_counted(bad: float, dtype: torch.dtype) -> None:
+    values = torch.ones(1000, dtype=dtype)
+    assert count_nonfinite(values) == 0
+    values[[3, 999]] = bad
+    assert count_nonfinite(values) == 2
+
+
+def test_opposite_infinities_do_not_cancel_and_a_large_sum_is_no_fault() -> None:
+    assert count_nonfinite(torch.tensor([math.inf, -math.inf, 0.0])) == 2
+    assert count_nonfinite(torch.full((10,), 3e38)) == 0
+    assert count_nonfinite(torch.zeros(0)) == 0
+
+
+def test_moments_are_added_in_float64() -> None:
+    values = torch.full((step._BLOCK_ELEMENTS * 2 + 3,), 0.1)
+    total, l2 = moments(values)
+    assert total == pytest.approx(float(values.double().sum()), rel=1e-14)
+    assert l2 == pytest.approx(float(values.double().norm()), rel=1e-14)
+    assert moments(torch.zeros(0)) == (0.0, 0.0)
+    assert all(map(math.isnan, moments(torch.tensor([1.0, math.nan]))))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(2, 1), Mesh(1, 2), Mesh(3, 2), Mesh(2, 3)], ids=str)
+@pytest.mark.parametrize("ordering", list(OrderingName))
+def test_owners_cover_the_weight_once_per_end(ordering: OrderingName, mesh: Mesh) -> None:
+    spec = TrialSpec(ProbeName.GPT, ordering, mesh, ModelSpec(11, 12, 4, 3, 4), BatchSpec(1, 4))
+    expectation = expect(spec, ORDERINGS[ordering])
+    whole = (Interval(0, 11 * 12),)
+    for end in range(len(expectation.owned) // mesh.dp):
+        owned = expectation.owned[end * mesh.dp : (end + 1) * mesh.dp]
+        covered = ()
+        for intervals in owned:
+            covered = union(covered, intervals)
+        assert covered == whole
+        copies = 1 if expectation.sharded else mesh.dp
+        assert sum(map(count, owned)) == count(whole) * copies
