@@ -37,7 +37,17 @@ from workers.step import PhaseClock, RankTrial
 MAX_CACHED_MESHES = 4
 MAX_CACHED_REPLAYS = 8
 DEFAULT_TIMEOUT_S = 60.0
-_COLLATERAL_SIGNS = ("connection closed", "connection reset", "broken pipe", "timed out", "gloo", "nccl", "peer")
+_COLLATERAL_SIGNS = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "socket closed",
+    "pair closure",
+    "timed out",
+    "gloo",
+    "nccl",
+    "peer",
+)
 
 
 class RankSession:

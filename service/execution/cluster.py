@@ -11,6 +11,7 @@ import ray
 
 import workers
 from service.execution.messages import DriverConfig, NodeCapacity
+from workers.checks.digest import workers_digest
 
 LOCAL_OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Statistics cross Ray, never gradients."""
@@ -19,6 +20,7 @@ LOCAL_OBJECT_STORE_BYTES = 128 * 1024 * 1024
 def connect(config: DriverConfig) -> None:
     """Join the cluster, or start a local one. On the main thread: a local Ray dies with the thread that started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    workers_digest()  # remembered as of now: this is the code that the ranks get
     if config.ray_address is not None:
         ray.init(address=config.ray_address, runtime_env=code_to_ship(), **_manners(config.cluster))
         return

@@ -105,7 +105,7 @@ def whereabouts(validations: list[dict[str, Any]], warm_s: float) -> Table:
     table.add_column("share", justify="right")
     for name in validations[0]["timings"]:
         values = [validation["timings"][name] for validation in validations]
-        if all(isinstance(value, int | float) for value in values):
+        if all(isinstance(value, float) for value in values):
             seconds = statistics.median(values)
             table.add_row(name.removesuffix("_s"), f"{seconds * 1e3:.1f}", f"{seconds / warm_s:.0%}")
     table.add_row("whole request, as the client sees it", f"{warm_s * 1e3:.1f}", "100%")

@@ -16,7 +16,8 @@ from workers.checks.digest import workers_digest
 from workers.contract import Device, Fingerprint
 
 _SETTING_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|_KEY$", re.IGNORECASE)
+_URL_ACCOUNT = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def read_fingerprint(world_rank: int, device: Device, node: str | None) -> Fingerprint:
@@ -50,7 +51,7 @@ def node_name() -> str:
 def collective_settings() -> dict[str, str]:
     """Environment variables that steer the collective library; values that look like secrets are masked."""
     return {
-        name: "***" if _SECRET.search(name) else value
+        name: "***" if _SECRET.search(name) else _URL_ACCOUNT.sub("***", value)
         for name, value in sorted(os.environ.items())
         if name.startswith(_SETTING_PREFIXES)
     }

@@ -1,4 +1,4 @@
-"""Placement over two nodes: names come from the operator's label, limits hold, and a lost node takes its gangs along."""
+"""Placement over two nodes: names are the operator's labels, limits hold, a lost node takes its gangs along."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def cluster(ray_environment: None) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-async def service(
-    cluster: Any, postgres_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Service]:
+async def service(cluster: Any, postgres_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     async with serve(postgres_url, tmp_path_factory.mktemp("home"), cluster.address) as running:
         yield running
 

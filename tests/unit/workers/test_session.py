@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -74,7 +73,7 @@ def test_the_first_cause_outranks_victims_of_lower_rank() -> None:
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrialSpec]]:
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[TrialSpec]:
     """The specs whose replays were really computed."""
     specs: list[TrialSpec] = []
     real = session.compute_replays
@@ -84,7 +83,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TrialSpec]]:
         return real(spec, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session, "compute_replays", counting)
-    yield specs
+    return specs
 
 
 def test_orderings_ends_steps_and_drills_share_one_replay(computed: list[TrialSpec]) -> None:
