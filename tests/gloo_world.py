@@ -1,4 +1,7 @@
-"""Real gloo ranks for tests: processes forked from a server that has torch loaded, joined through a real store."""
+"""Real ranks for tests: processes forked from a server that has torch loaded, joined through a real store.
+
+On CPU over gloo; on one CUDA device over gloo (all ranks share it) or NCCL (a single rank).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ CONTEXT.set_forkserver_preload(["workers.session", "workers.verdict", "torch.dis
 TIMEOUT_S = 120.0
 
 
-def run_world(world_size: int, target: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_world(
+    world_size: int,
+    target: Callable[..., Any],
+    *arguments: Any,
+    timeout_s: float = TIMEOUT_S,
+    device: Device = Device.CPU,
+    backend: str = "gloo",
+) -> list[Any]:
     """Call `target(session, *arguments)` on every rank; results by world_rank. Raises what the first rank raised."""
     from workers.session import host_store
 
@@ -24,7 +34,9 @@ def run_world(world_size: int, target: Callable[..., Any], *arguments: Any, time
     processes = []
     for world_rank, (_, sender) in enumerate(pipes):
         process = CONTEXT.Process(
-            target=_rank_main, args=(port, world_rank, world_size, sender, target, arguments), daemon=True
+            target=_rank_main,
+            args=(port, world_rank, world_size, sender, target, arguments, device, backend),
+            daemon=True,
         )
         process.start()
         sender.close()
@@ -37,9 +49,10 @@ def run_world(world_size: int, target: Callable[..., Any], *arguments: Any, time
             process.kill()
 
 
-def run_trials(trials: Sequence[TrialSpec]) -> list[list[StepReport]]:
-    """Run trials on as many gloo ranks as their mesh has; the reports by world_rank. AssertionError on a failure."""
-    results = run_world(trials[0].mesh.world_size, rank_run, list(trials))
+def run_trials(trials: Sequence[TrialSpec], backend: str = "gloo") -> list[list[StepReport]]:
+    """Run trials on as many ranks as their mesh has; the reports by world_rank. AssertionError on a failure."""
+    first = trials[0]
+    results = run_world(first.mesh.world_size, rank_run, list(trials), device=first.device, backend=backend)
     for items in results:
         for item in items:
             assert not isinstance(item, RankFailure), item
@@ -60,7 +73,14 @@ def _receive(world_rank: int, receiver: Connection, timeout_s: float) -> Any:
 
 
 def _rank_main(
-    port: int, world_rank: int, world_size: int, sender: Connection, target: Callable[..., Any], arguments: Any
+    port: int,
+    world_rank: int,
+    world_size: int,
+    sender: Connection,
+    target: Callable[..., Any],
+    arguments: Any,
+    device: Device,
+    backend: str,
 ) -> None:
     import torch
 
@@ -69,7 +89,9 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         store = connect_store("127.0.0.1", port, TIMEOUT_S)
-        session = RankSession.join(store, world_rank, world_size, Device.CPU, 60.0)
+        if device is Device.CUDA:
+            torch.cuda.set_device(0)
+        session = RankSession.join(store, world_rank, world_size, device, 60.0, backend=backend)
         sender.send((True, target(session, *arguments)))
         session.close()
     except BaseException:

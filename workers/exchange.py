@@ -22,7 +22,9 @@ from workers.intervals import Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members, ends_members
 
 PIECE_ELEMENTS = 1 << 18
-"""Elements of an owner's intervals judged at a time: bounds the memory that judging needs."""
+"""Most elements of an owner's intervals judged at a time."""
+PIECE_TERMS = 1 << 24
+"""Most elements times contributors judged at a time: bounds the memory of judging, however wide the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class Exchange:
         self._sharded = expectation.sharded
         self._holding = holding
         self._communicator = communicator
-        self._pieces = [pieces(owned, PIECE_ELEMENTS) for owned in expectation.owned]
+        max_elements = max(1, min(PIECE_ELEMENTS, PIECE_TERMS // len(self._members)))
+        self._pieces = [pieces(owned, max_elements) for owned in expectation.owned]
         self.num_rounds = max(len(owner_pieces) for owner_pieces in self._pieces)
 
     def round(self, round_index: int) -> Piece:

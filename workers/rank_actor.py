@@ -35,6 +35,8 @@ HELLO = struct.Struct(f"!{TOKEN_BYTES}sI")
 """Token of the gang, world_rank."""
 FRAME = struct.Struct("!BiiQ")
 """Index of the phase in RankPhase, trial_index or -1, step or -1, sequence."""
+GOODBYE = FRAME.pack(255, -1, -1, 0)
+"""The last frame of a rank that leaves in good order: the end of its line is then no death."""
 FLUSH_INTERVAL_S = 0.03
 """Reports are streamed at most this often: each item costs about half a millisecond on both sides."""
 _PHASES = tuple(RankPhase)
@@ -87,12 +89,19 @@ class Beacon:
         self._socket = socket.create_connection((collector.host, collector.port), timeout=collector.dead_man_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(HELLO.pack(collector.token, world_rank))
+        self._left = False
         threading.Thread(target=self._watch, name="dead-man", daemon=True).start()
 
     def send(self, position: Position) -> None:
         """Publish a position; about 10 microseconds. A lost driver is the watcher's business, not the step's."""
         with contextlib.suppress(OSError):
             self._socket.sendall(pack_position(position))
+
+    def leave(self) -> None:
+        """Say that this rank has nothing more to do. Its process may then outlive the driver."""
+        self._left = True
+        with contextlib.suppress(OSError):
+            self._socket.sendall(GOODBYE)
 
     def _watch(self) -> None:
         try:
@@ -101,7 +110,8 @@ class Beacon:
         except OSError:  # includes the timeout: no heartbeat for dead_man_s
             pass
         # No driver: nobody will read a report or kill this process, and its devices are needed elsewhere.
-        os._exit(1)
+        if not self._left:
+            os._exit(1)
 
 
 def batches(reports: Iterator[StepReport | RankFailure]) -> Iterator[list[StepReport | RankFailure]]:
@@ -212,10 +222,12 @@ def train_rank(config: dict[str, TrainTask]) -> None:
     beacon.send(session.position())
     node_id = ray.get_runtime_context().get_node_id()
     tell = task.host.tell.options(concurrency_group="ears").remote
-    tell([Joined(session.world_rank, node_id, session.fingerprint())])
+    # Waited for: a rank that is killed in its first step must already have said where it is.
+    ray.get(tell([Joined(session.world_rank, node_id, session.fingerprint())]))
     for batch in batches(session.run(task.trials)):
         told = tell(batch)
         if isinstance(batch[-1], RankFailure):
             ray.get(told)
             raise RuntimeError(batch[-1].message)
     ray.get(tell([session.world_rank]))
+    beacon.leave()

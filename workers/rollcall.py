@@ -70,15 +70,18 @@ class RollCall:
         self._conclude = conclude
         self._interrupted = interrupted
         self._claim = threading.Lock()
+        self._claimed = threading.Event()
+        self._terminated = threading.Event()
         self._signals, self._signalled = socket.socketpair()
+        self._watcher = threading.Thread(target=self._watch, name="roll-call", daemon=True)
 
     def watch(self) -> None:
         """From now on step in where this rank is stuck. Takes over SIGTERM; call it on the main thread."""
         self._signalled.setblocking(False)
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
-        # The main thread may be blocked in a collective and never run a handler: the watcher reads the signal's number.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        threading.Thread(target=self._watch, name="roll-call", daemon=True).start()
+        # While the main thread is blocked in a collective no handler runs: the watcher reads the signal's number.
+        signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
+        self._watcher.start()
 
     def collect(self, name: str, value: str) -> tuple[str, ...]:
         """Post a value under `name` and return every rank's, by world_rank. CollectiveError where some never post."""
@@ -93,10 +96,18 @@ class RollCall:
         return tuple(self._store.get(key).decode() for key in due)
 
     def finish(self, word: Word) -> int:
-        """Post this rank's word and return the exit code that all agree on. Returns to the first caller only."""
+        """Post this rank's word and return the exit code that all agree on. For the main thread."""
         if not self._claim.acquire(blocking=False):
-            # The other thread is at it and will end this process.
+            # The watcher is at it and will end this process.
             threading.Event().wait()
+        self._claimed.set()
+        if self._watcher.is_alive():
+            self._signalled.send(b"\0")
+            # A thread inside the store's code while the interpreter ends would abort the process.
+            self._watcher.join()
+        return self._settle(word)
+
+    def _settle(self, word: Word) -> int:
         try:
             self._post(word)
             code = None if self._world_rank == 0 else self._hear()
@@ -120,11 +131,14 @@ class RollCall:
         deadline_s = time.monotonic() + self._timeout_s
         alarmed = False
         while time.monotonic() < deadline_s and not self._store.check(due):
-            if not alarmed and self._store.check(["failed"]):
+            if not alarmed and self._alarmed():
                 alarmed, deadline_s = True, time.monotonic() + STRAGGLER_S
             time.sleep(POLL_S / 10)
         # Written by this job's own ranks into this job's own store.
         return tuple(pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in due if self._has(key))
+
+    def _alarmed(self) -> bool:
+        return self._terminated.is_set() or self._has("failed")
 
     def _has(self, key: str) -> bool:
         return self._store.check([key])
@@ -142,9 +156,12 @@ class RollCall:
         before = [f"word/{world_rank}" for world_rank in range(self._world_rank)]
         alarmed = False
         while not self._has("exit_code"):
-            if time.monotonic() > deadline_s:
-                return None if not any(map(self._has, before)) else ERROR_CODE
-            if not alarmed and self._has("failed"):
+            late = time.monotonic() > deadline_s
+            if late and not any(map(self._has, before)):
+                return None
+            if late and time.monotonic() > deadline_s + self._timeout_s:
+                return ERROR_CODE
+            if not alarmed and self._alarmed():
                 # Time for every rank before this one to give up on those before it.
                 alarmed, deadline_s = True, time.monotonic() + STRAGGLER_S * (1 + self._world_rank)
             time.sleep(POLL_S / 10)
@@ -154,10 +171,10 @@ class RollCall:
 
     def _watch(self) -> None:
         why = None
-        while why is None:
+        while why is None and not self._claimed.is_set():
             why = self._alarm()
-        time.sleep(GRACE_S)
-        leave(self.finish(self._interrupted(why)))
+        if why and not self._claimed.wait(GRACE_S) and self._claim.acquire(blocking=False):
+            leave(self._settle(self._interrupted(why)))
 
     def _alarm(self) -> str | None:
         """Wait a moment for a reason to step in."""

@@ -207,9 +207,12 @@ def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:
 
 def failure_of(error: Exception, position: Position, node: str) -> RankFailure:
     """What a rank at `position` says of the exception that ended it."""
-    known = isinstance(error, WorkerError)
-    collateral = is_collateral(error)
-    code = error.code if isinstance(error, WorkerError) else "collective_failed" if collateral else "rank_raised"
+    # The pipeline wraps what a stage raised into an error of its own.
+    chain = list(_causes(error))
+    known = next((cause for cause in chain if isinstance(cause, WorkerError)), None)
+    collateral = any(map(is_collateral, chain))
+    code = known.code if known else "collective_failed" if collateral else "rank_raised"
+    said = ["".join(traceback.format_exception_only(cause)).strip() for cause in chain]
     return RankFailure(
         world_rank=position.world_rank,
         node=node,
@@ -217,9 +220,15 @@ def failure_of(error: Exception, position: Position, node: str) -> RankFailure:
         trial_index=position.trial_index,
         step=position.step,
         code=code,
-        message=str(error) if known else "".join(traceback.format_exception_only(error)).strip(),
+        message=str(known) if known else "; because of ".join(said),
         collateral=collateral,
     )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def is_collateral(error: BaseException) -> bool:

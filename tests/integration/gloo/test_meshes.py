@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 from gloo_world import run_trials
+from measured import assert_as_predicted, every_trial, rows, runs
 
-from workers.contract import (
-    BatchSpec,
-    Device,
-    DivergenceRow,
-    Dtype,
-    Mesh,
-    ModelSpec,
-    OrderingName,
-    ProbeName,
-    Role,
-    StepReport,
-    TrialSpec,
-    Verdict,
-)
-from workers.errors import LayoutAssertionError
-from workers.intervals import count
+from workers.contract import BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, Role, Verdict
 from workers.orderings import ORDERINGS
-from workers.plan import ExperimentSpec, resolve, trials
-from workers.prediction import ordering_layouts, trial_misowned
 from workers.verdict import judge
 
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (8, 2), (4, 4)]
-
-
-def every_trial(mesh: Mesh, steps: int, **changes: object) -> tuple[TrialSpec, ...]:
-    spec = ExperimentSpec(
-        mesh=mesh,
-        probes=tuple(ProbeName),
-        orderings=tuple(OrderingName),
-        steps=steps,
-        **changes,  # type: ignore[arg-type]
-    )
-    return trials(resolve(spec), Device.CPU)
-
-
-def runs(spec: TrialSpec) -> bool:
-    """Some versions stop at some sizes with an assertion of their own; such a trial is refused before a gang forms."""
-    try:
-        ordering_layouts(spec)
-    except LayoutAssertionError:
-        return False
-    return True
-
-
-def rows(reports: list[list[StepReport]], trial_index: int) -> Iterator[tuple[StepReport, DivergenceRow]]:
-    for rank_reports in reports:
-        for report in rank_reports:
-            if report.trial_index == trial_index:
-                for row in report.divergence:
-                    yield report, row
 
 
 @pytest.mark.parametrize(("dp", "pp"), MESHES)
@@ -70,26 +25,6 @@ def test_every_ordering_measures_as_predicted(dp: int, pp: int) -> None:
     judgement = judge(specs, [report for rank_reports in reports for report in rank_reports])
     expected = Verdict.PASS if dp > 1 and pp > 1 else Verdict.INCONCLUSIVE
     assert judgement.verdict is expected, judgement.reasons
-
-
-def assert_as_predicted(spec: TrialSpec, reports: list[list[StepReport]], index: int, steps: int) -> None:
-    mesh, found = spec.mesh, list(rows(reports, index))
-    num_ends = 2 if mesh.pp > 1 else 1
-    sharded = ORDERINGS[spec.ordering].distributed_optimizer
-    num_elements = spec.model.vocab_size * spec.model.hidden_size
-    assert sum(row.owned_elements for _, row in found) == num_elements * num_ends * steps * (1 if sharded else mesh.dp)
-    assert sum(row.missed_elements + row.unexpected_elements for _, row in found) == 0
-    assert sum(row.reference_exceeded_elements for _, row in found) == 0
-    diverged = sum(row.diverged_elements for _, row in found)
-    misowned = count(trial_misowned(spec)) * num_ends * steps
-    if spec.probe is ProbeName.EXACT and mesh.dp > 1:
-        # Terms cannot cancel and every element is touched, so the wrong set is the misowned set.
-        assert diverged == misowned
-    elif ORDERINGS[spec.ordering].role is Role.SUBJECT:
-        assert diverged == 0
-    else:
-        assert diverged <= misowned
-        assert diverged == sum(row.predicted_elements for _, row in found)
 
 
 def test_buggy_gpt_shows_the_seed_s_magnitude_and_own_bucket_its_exactness() -> None:
@@ -135,7 +70,6 @@ def test_odd_sizes(dp: int, pp: int, model: ModelSpec) -> None:
 
 def test_bfloat16_weights_keep_a_float32_sync() -> None:
     specs = [spec for spec in every_trial(Mesh(2, 2), 1) if spec.probe is ProbeName.GPT]
-
     specs = [dataclasses.replace(spec, dtype=Dtype.BFLOAT16) for spec in specs]
     judgement = judge(specs, [r for ranks in run_trials(specs) for r in ranks])
     assert judgement.verdict is Verdict.PASS, judgement.reasons

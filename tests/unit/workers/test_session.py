@@ -23,7 +23,7 @@ from workers.contract import (
     RankPhase,
     TrialSpec,
 )
-from workers.errors import CollectiveError, DrillError
+from workers.errors import CollectiveError, DrillError, ExactnessError
 from workers.session import ReplayMemo, failure_of, first_cause, is_collateral
 
 AT = Position(2, RankPhase.TIE, 1, 0, 9)
@@ -61,6 +61,21 @@ def test_a_rank_that_broke_by_itself_is_a_cause(error: Exception, code: str) -> 
     assert (failure.code, failure.world_rank, failure.node, failure.phase) == (code, 2, "node-a", RankPhase.TIE)
     assert (failure.trial_index, failure.step) == (1, 0)
     assert str(error) in failure.message
+
+
+def test_what_the_pipeline_wraps_keeps_its_cause() -> None:
+    def wrapped(cause: Exception) -> Exception:
+        try:
+            raise RuntimeError("[Stage 0] failed to run forward") from cause
+        except RuntimeError as error:
+            return error
+
+    broke = failure_of(wrapped(ValueError("shapes differ")), AT, "a")
+    assert broke.message == "RuntimeError: [Stage 0] failed to run forward; because of ValueError: shapes differ"
+    assert (broke.code, broke.collateral) == ("rank_raised", False)
+    left = failure_of(wrapped(ExactnessError("too large")), AT, "a")
+    assert (left.code, left.message, left.collateral) == ("exactness_lost", "too large", False)
+    assert failure_of(wrapped(CollectiveError("broke")), AT, "a").collateral
 
 
 def test_the_first_cause_outranks_victims_of_lower_rank() -> None:

@@ -24,6 +24,8 @@ for sequence in range(1, 101):
     beacon.send(Position(3, RankPhase.TIE if sequence == 100 else RankPhase.DP_SYNC, 1, 0, sequence))
 if sys.argv[5] == "die":
     os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[5] == "leave":
+    beacon.leave()
 signal.pause()
 """
 
@@ -56,6 +58,18 @@ async def test_the_last_word_of_a_killed_process_arrives(server: BeaconServer) -
     assert rank.wait() == -9
     assert (watch.positions[3].phase, watch.positions[3].sequence) == (RankPhase.TIE, 100)
     assert await watch.wait_until_gone(1.0)
+
+
+async def test_a_rank_that_takes_its_leave_is_not_lost(server: BeaconServer) -> None:
+    watch, collector = server.watch()
+    lost: list[int] = []
+    watch.on_loss = lost.append
+    rank = start_rank(collector.port, collector.token, "leave")
+    await eventually(lambda: 3 in watch.positions and not watch.connected)
+    assert rank.poll() is None  # no driver needs to watch it any more
+    rank.kill()
+    rank.wait()
+    assert lost == []
 
 
 async def test_heartbeats_keep_a_rank_alive_and_their_end_ends_it(server: BeaconServer) -> None:

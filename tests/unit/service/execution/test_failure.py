@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.execution.failure import Death, deadline_detail, first_cause, grace_s
+from service.execution.failure import Death, Whereabouts, deadline_detail, first_cause, grace_s
 from workers.contract import Position, RankFailure, RankPhase
 
 AT_TIE = Position(1, RankPhase.TIE, 2, 1, 40)
@@ -43,19 +43,26 @@ def test_a_hang_names_who_never_arrived() -> None:
         1: Position(1, RankPhase.FORWARD_BACKWARD, 1, 0, 11),
         2: Position(2, RankPhase.DP_SYNC, 1, 0, 12),
     }
-    detail = deadline_detail(30, positions, {1: "node-b"}, world_size=3)
+    detail = deadline_detail(30, Whereabouts(3, positions, {1: "node-b"}))
     assert (detail.code, detail.world_rank, detail.node) == ("deadline_exceeded", 1, "node-b")
     assert detail.phase == "forward_backward"
     assert "deadline_s=30" in detail.message
 
 
 def test_a_rank_that_never_spoke_is_the_one_that_holds_up_the_others() -> None:
-    detail = deadline_detail(5, {0: Position(0, RankPhase.BUILDING, 0, None, 3)}, {}, world_size=2)
+    detail = deadline_detail(5, Whereabouts(2, {0: Position(0, RankPhase.BUILDING, 0, None, 3)}, {}))
     assert (detail.world_rank, detail.phase) == (1, "forming")
 
 
 def test_ranks_at_one_point_accuse_nobody_in_particular() -> None:
     positions = {r: Position(r, RankPhase.STATISTICS, 0, 0, 7) for r in range(2)}
-    detail = deadline_detail(5, positions, {}, world_size=2)
+    detail = deadline_detail(5, Whereabouts(2, positions, {}))
     assert detail.world_rank is None
-    assert "all 2 ranks" in detail.message
+    assert "none of 2 ranks" in detail.message
+
+
+def test_a_rank_that_does_not_answer_holds_up_even_those_that_are_behind() -> None:
+    positions = {r: Position(r, RankPhase.DP_SYNC, 0, 0, 7 + r) for r in range(3)}
+    detail = deadline_detail(5, Whereabouts(3, positions, {2: "node-c"}, silent=frozenset({2})))
+    assert (detail.world_rank, detail.node, detail.phase) == (2, "node-c", "dp_sync")
+    assert "does not answer" in detail.message

@@ -1,0 +1,60 @@
+"""Trials of every probe and ordering, and what their measured rows must say: shared by tests on CPU and on GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from workers.contract import Device, DivergenceRow, Mesh, OrderingName, ProbeName, Role, StepReport, TrialSpec
+from workers.errors import LayoutAssertionError
+from workers.experiment import ExperimentSpec, resolve, trials
+from workers.intervals import count
+from workers.orderings import ORDERINGS
+from workers.prediction import ordering_layouts, trial_misowned
+
+
+def every_trial(mesh: Mesh, steps: int, device: Device = Device.CPU, **changes: object) -> tuple[TrialSpec, ...]:
+    spec = ExperimentSpec(
+        mesh=mesh,
+        probes=tuple(ProbeName),
+        orderings=tuple(OrderingName),
+        steps=steps,
+        **changes,  # type: ignore[arg-type]
+    )
+    return trials(resolve(spec), device)
+
+
+def runs(spec: TrialSpec) -> bool:
+    """Some versions stop at some sizes with an assertion of their own; such a trial is refused before a gang forms."""
+    try:
+        ordering_layouts(spec)
+    except LayoutAssertionError:
+        return False
+    return True
+
+
+def rows(reports: Sequence[Sequence[StepReport]], trial_index: int) -> Iterator[tuple[StepReport, DivergenceRow]]:
+    for rank_reports in reports:
+        for report in rank_reports:
+            if report.trial_index == trial_index:
+                for row in report.divergence:
+                    yield report, row
+
+
+def assert_as_predicted(spec: TrialSpec, reports: Sequence[Sequence[StepReport]], index: int, steps: int) -> None:
+    mesh, found = spec.mesh, list(rows(reports, index))
+    num_ends = 2 if mesh.pp > 1 else 1
+    sharded = ORDERINGS[spec.ordering].distributed_optimizer
+    num_elements = spec.model.vocab_size * spec.model.hidden_size
+    assert sum(row.owned_elements for _, row in found) == num_elements * num_ends * steps * (1 if sharded else mesh.dp)
+    assert sum(row.missed_elements + row.unexpected_elements for _, row in found) == 0
+    assert sum(row.reference_exceeded_elements for _, row in found) == 0
+    diverged = sum(row.diverged_elements for _, row in found)
+    misowned = count(trial_misowned(spec)) * num_ends * steps
+    if spec.probe is ProbeName.EXACT and mesh.dp > 1:
+        # Terms cannot cancel and every element is touched, so the wrong set is the misowned set.
+        assert diverged == misowned
+    elif ORDERINGS[spec.ordering].role is Role.SUBJECT:
+        assert diverged == 0
+    else:
+        assert diverged <= misowned
+        assert diverged == sum(row.predicted_elements for _, row in found)
