@@ -73,7 +73,7 @@ class Attempt:
         except GangFailure as failure:
             ending = self._fail(failure.detail)
         except TimeoutError:
-            ending = self._fail(self._overdue())
+            ending = self._fail_overdue()
         except asyncio.CancelledError:
             ending = self._cancelled()
         except Exception as error:
@@ -150,7 +150,7 @@ class Attempt:
         gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.train_site)
         self._gang = gang
         async with self._work.pool.kept_empty():
-            await gang.join({node.node_id: node.name for node in nodes})
+            await gang.join()
         self._say_reserved(shape, tuple(sorted(set(gang.node_names.values()))), warm=False)
         return gang
 
@@ -183,7 +183,13 @@ class Attempt:
         gang, self._gang = self._gang, None
         return None if gang is None else await gang.kill()
 
-    def _overdue(self) -> FailureDetail:
+    async def _fail_overdue(self) -> None:
+        if (detail := self._never_reserved()) is None:
+            assert self._gang is not None
+            detail = deadline_detail(self._start.remaining_s, await self._gang.whereabouts())
+        await self._fail(detail)
+
+    def _never_reserved(self) -> FailureDetail | None:
         spec, remaining_s = self._start.spec, self._start.remaining_s
         if isinstance(self._gang, TrainGang) and not self._reserved:
             message = (
@@ -196,8 +202,7 @@ class Attempt:
                 "cluster is large enough but busy: try again, or raise deadline_s"
             )
             return FailureDetail("capacity_wait_expired", message)
-        assert self._gang is not None
-        return deadline_detail(remaining_s, self._gang.watch.positions, self._gang.node_names, spec.mesh.world_size)
+        return None
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from workers.contract import Position
-from workers.rank_actor import FRAME, HELLO, TOKEN_BYTES, Collector, unpack_position
+from workers.rank_actor import FRAME, GOODBYE, HELLO, TOKEN_BYTES, Collector, unpack_position
 
 HELLO_TIMEOUT_S = 5.0
 _log = logging.getLogger("gradgate.beacon")
@@ -116,11 +116,13 @@ async def _follow(watch: Watch, world_rank: int, reader: asyncio.StreamReader, w
     watch.connected.add(world_rank)
     watch.changed.set()
     try:
-        while True:
-            watch.positions[world_rank] = unpack_position(world_rank, await reader.readexactly(FRAME.size))
+        while (frame := await reader.readexactly(FRAME.size)) != GOODBYE:
+            watch.positions[world_rank] = unpack_position(world_rank, frame)
+        lost = False
     except (asyncio.IncompleteReadError, OSError, ValueError):
-        watch.connected.discard(world_rank)
-        watch.changed.set()
-        watch._writers.pop(world_rank, None)
-        if watch.on_loss is not None:
-            watch.on_loss(world_rank)
+        lost = True
+    watch.connected.discard(world_rank)
+    watch._writers.pop(world_rank, None)
+    watch.changed.set()
+    if lost and watch.on_loss is not None:
+        watch.on_loss(world_rank)

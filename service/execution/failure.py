@@ -69,29 +69,38 @@ def _place(phase: RankPhase, trial_index: int | None, step: int | None) -> str:
     return f"in phase {phase.value}{trial}" + ("" if step is None else f", step {step}")
 
 
-def deadline_detail(
-    deadline_s: float, positions: Mapping[int, Position], nodes: Mapping[int, str], world_size: int
-) -> FailureDetail:
-    """A hang, told by who never arrived: the ranks that have entered the fewest phases hold up all others."""
-    latest = {
-        world_rank: positions.get(world_rank, Position(world_rank, RankPhase.FORMING, None, None, 0))
-        for world_rank in range(world_size)
-    }
-    fewest = min(position.sequence for position in latest.values())
-    late = [position for position in latest.values() if position.sequence == fewest]
-    held = late[0]
-    place = _place(held.phase, held.trial_index, held.step)
-    if len(late) == world_size:
-        story = f"all {world_size} ranks are at the same point, {place}"
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a gang's ranks are when its time is up. `silent` ranks did not even answer where they are."""
+
+    world_size: int
+    positions: Mapping[int, Position]
+    nodes: Mapping[int, str]
+    silent: frozenset[int] = frozenset()
+
+    def of(self, world_rank: int) -> Position:
+        """The last position a rank published; a rank that never did is still forming."""
+        return self.positions.get(world_rank) or Position(world_rank, RankPhase.FORMING, None, None, 0)
+
+
+def deadline_detail(deadline_s: float, ranks: Whereabouts) -> FailureDetail:
+    """A hang, told by who holds up the others: ranks that do not answer, else those that entered the fewest phases."""
+    everyone = [ranks.of(world_rank) for world_rank in range(ranks.world_size)]
+    fewest = min(position.sequence for position in everyone)
+    silent = [position for position in everyone if position.world_rank in ranks.silent]
+    late = silent or [position for position in everyone if position.sequence == fewest]
+    accused = late[0] if len(late) < ranks.world_size or ranks.world_size == 1 else None
+    place = _place(late[0].phase, late[0].trial_index, late[0].step)
+    names = ", ".join(str(position.world_rank) for position in late[:8]) + (" ..." if len(late) > 8 else "")
+    if accused is None:
+        story = f"none of {ranks.world_size} ranks got beyond what they were doing {place}"
+    elif silent:
+        story = f"world_rank {names} does not answer and was last seen {place}"
     else:
-        names = ", ".join(f"{position.world_rank}" for position in late[:8]) + (" ..." if len(late) > 8 else "")
-        furthest = max(latest.values(), key=lambda position: position.sequence)
-        story = f"world_rank {names} never got beyond {place}, while {furthest.world_rank} is {_where(furthest)}"
-    detail_rank = None if len(late) == world_size and world_size > 1 else held.world_rank
-    message = f"not finished when deadline_s={deadline_s:g} ran out: {story}; raise deadline_s, or look at that rank"
-    node = None if detail_rank is None else nodes.get(detail_rank)
-    return FailureDetail("deadline_exceeded", message, detail_rank, node, held.phase.value)
-
-
-def _where(position: Position) -> str:
-    return _place(position.phase, position.trial_index, position.step)
+        others = max(everyone, key=lambda position: position.sequence)
+        further = _place(others.phase, others.trial_index, others.step)
+        story = f"world_rank {names} never got beyond what it did {place}; world_rank {others.world_rank} is {further}"
+    message = f"not finished when deadline_s={deadline_s:g} ran out: {story}; look at that rank, or raise deadline_s"
+    world_rank = None if accused is None else accused.world_rank
+    node = None if world_rank is None else ranks.nodes.get(world_rank)
+    return FailureDetail("deadline_exceeded", message, world_rank, node, late[0].phase.value)

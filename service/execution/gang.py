@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer, Watch
-from service.execution.failure import OWN_GRACE_S, Death, Symptom, first_cause
+from service.execution.failure import OWN_GRACE_S, Death, Symptom, Whereabouts, first_cause
 from service.execution.messages import NodeCapacity, Placement
 from service.execution.outbox import GangFailure, OnReports, Outbox
 from service.execution.placement import bundle_selectors, rank_resources
@@ -39,6 +39,8 @@ GROUP_TIMEOUT_S = 1800.0
 """A collective that hangs this long raises by itself; deadlines end a validation much earlier."""
 TEARDOWN_S = 5.0
 """How long a killed gang may take to vanish before it is reported as a leak."""
+ANSWER_S = 1.0
+"""A rank that takes longer to say where it is does not run any more."""
 _POLL_S = 0.02
 
 
@@ -146,6 +148,8 @@ class Gang:
         """Run trials on every rank, handing over reports as they come. Raises GangFailure with the first cause."""
         outbox = Outbox(self.shape.world_size)
         self.watch.on_loss = lambda world_rank: outbox.put(self.death(world_rank))
+        for world_rank in set(range(self.shape.world_size)) - self.watch.connected:
+            outbox.put(self.death(world_rank))  # lost before anybody listened
         streams = [actor.run.options(num_returns="streaming").remote(tuple(trials)) for actor in self._actors]
         followers = [asyncio.create_task(self._follow(r, stream, outbox)) for r, stream in enumerate(streams)]
         try:
@@ -154,6 +158,18 @@ class Gang:
             self.watch.on_loss = None
             for follower in followers:
                 follower.cancel()
+
+    async def whereabouts(self) -> Whereabouts:
+        """Where every rank is, and which cannot say any more: a rank that waits in a collective still answers."""
+        asked = [asyncio.create_task(self._ask(r, "position", ())) for r in range(len(self._actors))]
+        answered, pending = await asyncio.wait(asked, timeout=ANSWER_S)
+        for task in pending:
+            task.cancel()
+        for task in answered:
+            if task.exception() is None:
+                self.watch.positions[task.result().world_rank] = task.result()
+        silent = frozenset(r for r, task in enumerate(asked) if task in pending or task.exception() is not None)
+        return Whereabouts(self.shape.world_size, self.watch.positions, self.node_names, silent)
 
     async def kill(self) -> str | None:
         """End every rank and give the resources back; what is left after a bounded wait, in words, or None."""

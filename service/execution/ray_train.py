@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -24,7 +24,7 @@ import ray
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer, Watch
 from service.execution.cluster import join, python_path
-from service.execution.failure import Death
+from service.execution.failure import Death, Whereabouts, first_cause
 from service.execution.gang import GROUP_TIMEOUT_S, TEARDOWN_S, GangShape, first_line
 from service.execution.messages import NodeCapacity
 from service.execution.outbox import GangFailure, OnReports, Outbox
@@ -181,8 +181,12 @@ class TrainGang:
         self.node_names: dict[int, str] = {}
         self.watch: Watch
         self.watch, collector = beacons.watch()
+        # From the beginning: Train's ranks start their trials as soon as they have joined.
+        self._lost: list[int] = []
+        self.watch.on_loss = self._lost.append
         self._beacons = beacons
         self._outbox = Outbox(shape.world_size)
+        self._node_ids = {node.node_id: node.name for node in nodes}
         self._joined: dict[int, Joined] = {}
         self._loop = asyncio.get_running_loop()
         self._all_joined: asyncio.Future[None] = self._loop.create_future()
@@ -203,17 +207,23 @@ class TrainGang:
         self._connection.send(plan)
         threading.Thread(target=self._read, args=(self._connection,), name="trainer pipe", daemon=True).start()
 
-    async def join(self, node_names: Mapping[str, str]) -> None:
+    async def join(self) -> None:
         """Wait until every worker's rank has joined. Raises GangFailure where Train gives up before."""
         await self._all_joined
         ranks = [self._joined[world_rank] for world_rank in range(self.shape.world_size)]
-        self.node_names = {r.world_rank: node_names.get(r.node_id, r.fingerprint.node) for r in ranks}
-        self.fingerprints = tuple(rank.fingerprint for rank in ranks)
+        named = ((rank.fingerprint, self.node_names[rank.world_rank]) for rank in ranks)
+        self.fingerprints = tuple(replace(fingerprint, node=node) for fingerprint, node in named)
 
     async def run(self, trials: Sequence[TrialSpec], on_reports: OnReports) -> None:
         """Hand over the reports of the trials that this run was made for. Raises GangFailure."""
         self.watch.on_loss = lambda world_rank: self._outbox.put(self._death(world_rank))
+        for world_rank in self._lost:
+            self._outbox.put(self._death(world_rank))
         await self._outbox.collect(on_reports)
+
+    async def whereabouts(self) -> Whereabouts:
+        """Where every rank was when it last said so."""
+        return Whereabouts(self.shape.world_size, self.watch.positions, self.node_names)
 
     async def wind_down(self) -> str | None:
         """Let Train end in good order, since all its ranks are done; then as `kill`."""
@@ -253,6 +263,7 @@ class TrainGang:
                 self._outbox.put(word)
                 continue
             self._joined[word.world_rank] = word
+            self.node_names[word.world_rank] = self._node_ids.get(word.node_id, word.fingerprint.node)
             if len(self._joined) == self.shape.world_size and not self._all_joined.done():
                 self._all_joined.set_result(None)
 
@@ -260,5 +271,6 @@ class TrainGang:
         self._ended.set()
         detail = FailureDetail("ray_train_failed", f"Ray Train ended before its ranks did: {error}")
         if not self._all_joined.done():
-            self._all_joined.set_exception(GangFailure(detail))
+            cause = first_cause([self._death(self._lost[0])]) if self._lost else detail
+            self._all_joined.set_exception(GangFailure(cause))
         self._outbox.put(detail)
