@@ -8,6 +8,7 @@ that a golden vector, a virtual mesh of thousands and a live gang run through th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -58,6 +59,8 @@ class ProcessGroups:
         self._world_rank = world_rank
         self._groups = groups
         self.intercept = intercept
+        self.waited_s = 0.0
+        """Time spent inside collectives so far, waiting for the others included."""
 
     @property
     def hosted(self) -> Members:
@@ -104,6 +107,7 @@ class ProcessGroups:
     def _run(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> None:
         """Issue one collective and wait for it; a drill may strike before, in and after, also where it is trivial."""
         self._strike(Moment.BEFORE)
+        entered_s = time.perf_counter()
         try:
             work = None if trivial else issue()
         except RuntimeError as error:
@@ -114,6 +118,7 @@ class ProcessGroups:
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"a collective broke: {error}") from error
+        self.waited_s += time.perf_counter() - entered_s
         self._strike(Moment.AFTER)
 
     def _strike(self, moment: Moment) -> None:

@@ -6,13 +6,17 @@ clear a `.grad`, and must not know about data parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from workers.contract import TrialSpec
-from workers.models import mean_loss, microbatch_loss, stage_example
+from workers.models import LossFunction, mean_loss, microbatch_loss, stage_example
+from workers.stopwatch import Stopwatch
 
 
 class Pipeline:
@@ -26,7 +30,8 @@ class Pipeline:
         self._is_last = pp_rank == spec.mesh.pp - 1
         input_example, output_example = stage_example(spec, pp_rank)
         through_host = device.type != "cpu" and dist.get_backend(pp_group) == dist.Backend.GLOO
-        pipeline_stage = PipelineStage(
+        self._stopwatch = Stopwatch(device)
+        pipeline_stage = TimedStage(
             _ThroughHost(stage, device, self._is_last) if through_host else stage,
             stage_index=pp_rank,
             num_stages=spec.mesh.pp,
@@ -35,9 +40,11 @@ class Pipeline:
             output_args=output_example,
             group=pp_group,
         )
+        pipeline_stage.stopwatch = self._stopwatch
+        self._stage = pipeline_stage
         # The loss is already divided by the number of microbatches where it has to be.
         self._schedule = Schedule1F1B(
-            pipeline_stage, spec.batch.num_microbatches, loss_fn=microbatch_loss(spec), scale_grads=False
+            pipeline_stage, spec.batch.num_microbatches, loss_fn=self._timed(microbatch_loss(spec)), scale_grads=False
         )
 
     def run_step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> float | None:
@@ -51,6 +58,40 @@ class Pipeline:
         target = targets_BS if self._is_last else None
         self._schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         return mean_loss(self._spec, losses) if self._is_last else None
+
+    def take_compute_seconds(self) -> float:
+        """Time spent in forward, loss and backward since it was last asked, without any wait for another stage."""
+        return self._stopwatch.take()
+
+    def before_backward(self, act: Callable[[], None] | None) -> None:
+        """Have `act` called, as part of this rank's own work, before each microbatch's backward. For drills."""
+        self._stage.before_backward = act
+
+    def _timed(self, loss_function: LossFunction) -> LossFunction:
+        def timed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            with self._stopwatch.running():
+                return loss_function(output, target)
+
+        return timed
+
+
+class TimedStage(PipelineStage):
+    """A stage that measures its own forwards and backwards; the schedule sends and receives outside of them."""
+
+    stopwatch: Stopwatch
+    before_backward: Callable[[], None] | None = None
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.stopwatch.running():
+            return super().forward_one_chunk(*arguments, **keywords)
+
+    def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.stopwatch.running():
+            if self.before_backward is not None:
+                self.before_backward()
+            return super().backward_one_chunk(*arguments, **keywords)
 
 
 class _ThroughHost(nn.Module):

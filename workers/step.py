@@ -7,7 +7,6 @@ judgement. The measured code never looks at the judgement's data.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,8 +18,8 @@ from workers.contract import (
     Coordinates,
     DivergenceRow,
     End,
+    NormRow,
     Phase,
-    Position,
     ProbeName,
     RankPhase,
     ReplicaRow,
@@ -33,6 +32,7 @@ from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
 from workers.faults import Striker
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into, select
+from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
 from workers.grad_sync import prescale_for, sync_gradients
 from workers.intervals import Interval
 from workers.layout import BufferLayout, build_layout
@@ -41,6 +41,7 @@ from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import ShardedOptimizer
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import stage_parameters, tied_parameter_name
+from workers.phase_clock import PhaseClock
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
 
@@ -49,33 +50,8 @@ _RANK_PHASES = {
     SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
     SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
 }
-_BLOCK_ELEMENTS = 1 << 15
-"""Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
-
-
-class PhaseClock:
-    """Knows where its rank is, for errors and hangs, and how long each phase took."""
-
-    def __init__(self, world_rank: int) -> None:
-        self.on_position: Callable[[Position], None] | None = None
-        self._entered_s = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.position = Position(world_rank, RankPhase.IDLE, None, None, 0)
-
-    def enter(self, phase: RankPhase, trial_index: int | None = None, step: int | None = None) -> None:
-        """Move to a phase; the time since the last move is booked on the phase left."""
-        now_s = time.perf_counter()
-        left = self.position.phase.value
-        self.seconds[left] = self.seconds.get(left, 0.0) + now_s - self._entered_s
-        self._entered_s = now_s
-        self.position = Position(self.position.world_rank, phase, trial_index, step, self.position.sequence + 1)
-        if self.on_position is not None:
-            self.on_position(self.position)
-
-    def restart(self) -> None:
-        """Forget the booked times; a new step begins."""
-        self.seconds = {}
-        self._entered_s = time.perf_counter()
+_COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.OPTIMIZER)
+"""Phases whose own work is what is left of them outside of collectives."""
 
 
 ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
@@ -94,15 +70,19 @@ class RankTrial:
         device: torch.device,
         clock: PhaseClock,
         replay: ReplaySource,
+        references: NormReferences,
     ) -> None:
         self._spec = spec
         self._trial_index = trial_index
         self._at = coordinates
         self._clock = clock
         self._replay = replay
+        self._references = references
         self._ordering = ORDERINGS[spec.ordering]
         self._end = end_of(spec.mesh, coordinates.pp_rank)
-        self._communicator = ProcessGroups(coordinates.world_rank, groups)
+        communicator = ProcessGroups(coordinates.world_rank, groups)
+        clock.waited_s = lambda: communicator.waited_s
+        self._communicator = communicator
         self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
@@ -124,6 +104,7 @@ class RankTrial:
             spec.probe, self._weights, self._grads, members, at.world_rank, self._ordering.distributed_optimizer
         )
         self._pipeline = Pipeline(module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self.norm = GradNorm(spec.mesh, at, self._grads, self._ordering.distributed_optimizer)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = digest([self._weights.values])
@@ -142,14 +123,16 @@ class RankTrial:
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
+        norm = self.norm.measure(self._communicator)
         self._optimizer.step(self._communicator)
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        norm_row = self._judge_norm(step, norm)
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite += count_nonfinite(self._weights.values)
         replica = ReplicaRow(self._initial_digest, digest([self._weights.values]))
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
+        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite, norm_row)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -162,6 +145,7 @@ class RankTrial:
             self._prescale,
             lambda _: None,
         )
+        self.norm.measure(self._communicator)
         self._optimizer.step(self._communicator)
 
     def _compute_gradients(self, step: int) -> float | None:
@@ -223,6 +207,20 @@ class RankTrial:
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
 
+    def _judge_norm(self, step: int, value: float) -> NormRow:
+        reference = self._references(self._spec, step, self._at, self._communicator)
+        if reference is None:
+            return NormRow(value, None, None)
+        return reference.row(value, self._spec.mesh, self._prescale)
+
+    def _compute_seconds(self) -> dict[str, float]:
+        """Own work before and between this step's collectives; on a GPU, whose queue hides it, up to the first."""
+        seconds = {RankPhase.FORWARD_BACKWARD.value: self._pipeline.take_compute_seconds()}
+        if self._device.type != "cuda":
+            booked = self._clock.compute_seconds
+            seconds |= {phase.value: booked[phase.value] for phase in _COMPUTING if phase.value in booked}
+        return seconds
+
     def _tied_grad(self) -> Tensor:
         return self._grads.tied_grad()
 
@@ -238,6 +236,7 @@ class RankTrial:
         replica: ReplicaRow,
         loss: float | None,
         num_nonfinite: int,
+        grad_norm: NormRow,
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -257,6 +256,8 @@ class RankTrial:
             loss=loss,
             seconds=dict(self._clock.seconds),
             nonfinite_elements=num_nonfinite,
+            grad_norm=grad_norm,
+            compute_seconds=self._compute_seconds(),
         )
 
 
@@ -292,7 +293,7 @@ def moments(values_n: Tensor) -> tuple[float, float]:
     """Sum and L2 norm of a flat tensor, added in float64."""
     total = torch.zeros((), dtype=torch.float64, device=values_n.device)
     squared = torch.zeros_like(total)
-    for block in values_n.split(_BLOCK_ELEMENTS):
+    for block in values_n.split(BLOCK_ELEMENTS):
         doubled = block.double()
         total += doubled.sum()
         squared += doubled.dot(doubled)
