@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.checks.replicas import digest
-from workers.communicator import ProcessGroups
+from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
     Coordinates,
     DivergenceRow,
@@ -31,7 +31,7 @@ from workers.contract import (
 )
 from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
-from workers.faults import Striker
+from workers.faults import is_struck
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into, select
 from workers.grad_sync import prescale_for, sync_gradients
 from workers.intervals import Interval
@@ -43,6 +43,7 @@ from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import stage_parameters, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
+from workers.strikes import arm
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -94,6 +95,7 @@ class RankTrial:
         device: torch.device,
         clock: PhaseClock,
         replay: ReplaySource,
+        node: str,
     ) -> None:
         self._spec = spec
         self._trial_index = trial_index
@@ -107,8 +109,11 @@ class RankTrial:
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
         self._expectation = expect(spec, self._ordering)
-        if spec.drill is not None and spec.drill.world_rank == coordinates.world_rank:
-            self._communicator.intercept = Striker(spec.drill, lambda: (clock.position.phase, clock.position.step))
+        self._under_test: Communicator = self._communicator
+        """What the measured step talks through; the judge has its own."""
+        if spec.drill is not None and is_struck(spec, coordinates.world_rank, node):
+            where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
+            self._under_test = arm(spec.drill, self._communicator, where)
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
@@ -142,7 +147,7 @@ class RankTrial:
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
-        self._optimizer.step(self._communicator)
+        self._optimizer.step(self._under_test)
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
@@ -158,11 +163,11 @@ class RankTrial:
             self._ordering,
             self._spec.mesh,
             {self._at.world_rank: self._grads},
-            self._communicator,
+            self._under_test,
             self._prescale,
             lambda _: None,
         )
-        self._optimizer.step(self._communicator)
+        self._optimizer.step(self._under_test)
 
     def _compute_gradients(self, step: int) -> float | None:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
@@ -195,7 +200,7 @@ class RankTrial:
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
-        sync_gradients(self._ordering, spec.mesh, buffers, self._communicator, self._prescale, observe)
+        sync_gradients(self._ordering, spec.mesh, buffers, self._under_test, self._prescale, observe)
         last = trace[-spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
