@@ -45,7 +45,7 @@ _SUMMARIES = {
     FaultName.KILL_BEFORE: "Is killed before a collective of the data-parallel sync.",
     FaultName.KILL_IN: "Is killed with a collective of the data-parallel sync issued and not yet waited for.",
     FaultName.KILL_AFTER: "Is killed after a collective of the data-parallel sync.",
-    FaultName.BIT_IN_RECEIVE_BUFFER: "One bit of what each collective of the data-parallel sync has left here is flipped.",
+    FaultName.BIT_IN_RECEIVE_BUFFER: "One bit is flipped in what each collective of the data-parallel sync left here.",
 }
 
 FAULTS: Mapping[FaultName, Fault] = MappingProxyType({name: Fault(name, _SUMMARIES[name]) for name in FaultName})

@@ -7,7 +7,7 @@ import dataclasses
 from gloo_world import rank_run, run_world
 from measured import every_trial
 
-from workers.contract import Drill, Mesh, OrderingName, StepReport, TrialSpec, Verdict
+from workers.contract import Drill, Mesh, OrderingName, ProbeName, StepReport, TrialSpec, Verdict
 from workers.faults import FaultName, is_struck
 from workers.verdict import judge
 
@@ -23,7 +23,7 @@ def test_a_drill_bound_to_a_node_strikes_wherever_its_ranks_are() -> None:
     specs = [
         dataclasses.replace(spec, drill=drill)
         for spec in every_trial(Mesh(2, 2), 2)
-        if spec.ordering is OrderingName.OWN_BUCKET
+        if spec.ordering is OrderingName.FIXED and spec.probe is ProbeName.EXACT
     ]
     found = run_world(4, rank_run, specs, nodes=NODES)
     reports = [report for of_rank in found for report in of_rank]
