@@ -12,17 +12,17 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers.communicator import ProcessGroups
+from workers.communicator import Communicator, ProcessGroups
 from workers.contract import Coordinates, Mesh, NormRow, OrderingName, ProbeName, TrialSpec
 from workers.divergence import DOUBLE_ROUNDOFF, SMALLEST_SUBNORMAL, rounding_bound
-from workers.grad_buffer import GradBuffer
+from workers.grad_buffer import select
 from workers.grad_sync import Prescale
-from workers.intervals import Intervals, intersect, normalize
 from workers.mesh import Members, dp_members, pp_members, world_members
 from workers.parameters import OUTPUT_LAYER
 from workers.reference import replay_gradient
+from workers.stacks.protocol import Stack
 
 BLOCK_ELEMENTS = 1 << 15
 """Elements squared in float64 at a time: one block's double copy stays in a core's cache."""
@@ -32,28 +32,24 @@ MAX_CACHED_REFERENCES = 16
 class GradNorm:
     """One rank's part in the norm of a trial's gradients."""
 
-    def __init__(self, mesh: Mesh, at: Coordinates, buffer: GradBuffer, sharded: bool) -> None:
+    def __init__(self, mesh: Mesh, at: Coordinates, stack: Stack, module: nn.Module, sharded: bool) -> None:
         self._world_rank = at.world_rank
-        self._buffer = buffer
-        self._dp_rank = at.dp_rank if sharded else None
+        self._stack = stack
+        self._parameters = dict(module.named_parameters())
+        self._device = next(module.parameters()).device
         # Replicas that hold the whole gradient each add up their own pipeline.
         self._members: Members = world_members(mesh) if sharded else pp_members(mesh, at.dp_rank)
         self.uncounted = frozenset({OUTPUT_LAYER} if mesh.pp > 1 else ())
         """Parameters whose squares another rank adds; a drill that empties it counts the tied weight twice."""
 
-    def measure(self, communicator: ProcessGroups) -> float:
+    def measure(self, communicator: Communicator) -> float:
         """The norm of the synchronised gradients, the same on every rank. Collective over the mesh."""
-        device = self._buffer.main_grad.device
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        for interval in self._counted():
-            total += sum_of_squares(self._buffer.main_grad[interval.start : interval.stop])
+        counted = [parameter for name, parameter in self._parameters.items() if name not in self.uncounted]
+        total = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for parameter in counted:
+            total += sum_of_squares(select(self._stack.grad(parameter), self._stack.owned(parameter)))
         communicator.all_reduce(self._members, {self._world_rank: total})
         return math.sqrt(float(total))
-
-    def _counted(self) -> Intervals:
-        layout = self._buffer.layout
-        counted = normalize(placed.interval for placed in layout.params if placed.name not in self.uncounted)
-        return counted if self._dp_rank is None else intersect(counted, layout.owned_buffer_intervals(self._dp_rank))
 
 
 def sum_of_squares(values_N: Tensor) -> Tensor:

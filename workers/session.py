@@ -158,7 +158,15 @@ class RankSession:
         groups = self.mesh_groups(spec.mesh)
         coordinates = spec.mesh.coordinates(self.world_rank)
         return RankTrial(
-            spec, trial_index, coordinates, groups, self._device, self._clock, self._replays, self._references
+            spec,
+            trial_index,
+            coordinates,
+            groups,
+            self._device,
+            self._clock,
+            self._replays,
+            self._references,
+            self._node,
         )
 
     def mesh_groups(self, mesh: Mesh) -> MeshGroups:

@@ -26,7 +26,7 @@ from workers.evidence import (
 from workers.intervals import count
 from workers.prediction import trial_misowned
 
-VERDICT_RULES_VERSION = 1
+VERDICT_RULES_VERSION = 2
 """Rises with every change of what makes a verdict; stored with each validation."""
 
 

@@ -70,9 +70,10 @@ def _delays_among(peers: Sequence[StepReport], phase: str) -> Iterator[Delay]:
 
 def _observation(world_rank: int, phase: str, of_rank: Sequence[Delay], num_steps: int) -> Observation:
     worst = max(of_rank, key=lambda delay: delay.seconds)
+    at = f"trial {worst.report.trial_index}, step {worst.report.step}"
     message = (
         f"world_rank {world_rank} held its peers up in phase {phase} in {len(of_rank)} of {num_steps} steps: at worst, "
-        f"in trial {worst.report.trial_index}, step {worst.report.step}, it worked for {worst.own_s * 1e3:.0f} ms before "
-        f"the next collective and the other replicas of its stage for {worst.peers_s * 1e3:.0f} ms (median)"
+        f"in {at}, it worked for {worst.own_s * 1e3:.0f} ms before the next collective and the other replicas of its "
+        f"stage for {worst.peers_s * 1e3:.0f} ms (median)"
     )
     return Observation("straggler", message, world_rank)
