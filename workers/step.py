@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.checks.replicas import digest
+from workers.chunk import build_chunks, reseed
 from workers.communicator import ProcessGroups
 from workers.contract import (
     Coordinates,
@@ -32,17 +33,16 @@ from workers.contract import (
 from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
 from workers.faults import Striker
-from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into, select
+from workers.grad_buffer import select
 from workers.grad_sync import prescale_for, sync_gradients
 from workers.intervals import Interval
-from workers.layout import BufferLayout, build_layout
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members
-from workers.models import build_stage, microbatches, seed_weights
+from workers.models import microbatches
 from workers.optimizer import ShardedOptimizer
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
-from workers.parameters import stage_parameters, tied_parameter_name
+from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
-from workers.prediction import trial_misowned
+from workers.prediction import stage_layout, trial_misowned
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -112,21 +112,19 @@ class RankTrial:
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
-        module = build_stage(spec, at.pp_rank, device)
-        self._module = module
-        layout = stage_layout(spec, self._ordering, at.pp_rank)
-        self._tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
-        self._grads = GradBuffer(layout, device, self._tied_name)
-        self._weights = ParameterBuffer(module, layout)
-        accumulate_into(module, self._grads)
+        self._chunks = build_chunks(spec, at.pp_rank, device)
+        self._tied_chunk = next((chunk for chunk in self._chunks if chunk.grads.tied_name), None)
+        self._grads = tuple(chunk.grads for chunk in self._chunks)
+        self._weights = tuple(chunk.weights for chunk in self._chunks)
         members = dp_members(spec.mesh, at.pp_rank)
         self._optimizer = ShardedOptimizer(
             spec.probe, self._weights, self._grads, members, at.world_rank, self._ordering.distributed_optimizer
         )
-        self._pipeline = Pipeline(module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        modules = [chunk.module for chunk in self._chunks]
+        self._pipeline = Pipeline(modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
-        self._initial_digest = digest([self._weights.values])
+        self._initial_digest = self._digest_weights()
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -138,7 +136,7 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(self._grads.main_grad)
+        num_nonfinite = sum(count_nonfinite(buffer.main_grad) for buffer in self._grads)
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
@@ -146,8 +144,8 @@ class RankTrial:
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(self._weights.values)
-        replica = ReplicaRow(self._initial_digest, digest([self._weights.values]))
+        num_nonfinite += sum(count_nonfinite(buffer.values) for buffer in self._weights)
+        replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
 
@@ -168,18 +166,20 @@ class RankTrial:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
             # What an update left could outgrow the exact range.
-            seed_weights(self._module, self._spec, self._at.pp_rank, step)
+            reseed(self._chunks, self._spec, step)
             self._optimizer.reload_masters()
-        self._grads.zero()
+        for buffer in self._grads:
+            buffer.zero()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
-        if self._end is None:
+        if self._tied_chunk is None:
             return None, []
+        tied_P = self._tied_chunk.grads.tied_grad()
         if self._local_P is None:
-            self._local_P = torch.empty_like(self._tied_grad())
-        self._local_P.copy_(self._tied_grad())
+            self._local_P = torch.empty_like(tied_P)
+        self._local_P.copy_(tied_P)
         return self._local_P, self._trace(Phase.LOCAL)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
@@ -200,31 +200,33 @@ class RankTrial:
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
     def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied_name is None:
+        if self._end is None or self._tied_chunk is None:
             return []
-        grad_P = self._tied_grad()
+        grads = self._tied_chunk.grads
+        grad_P, name = grads.tied_grad(), grads.tied_name or ""
         rows = []
         for shard in range(self._spec.mesh.dp):
-            part_n = select(grad_P, self._grads.layout.owned_intervals(self._tied_name, shard))
+            part_n = select(grad_P, grads.layout.owned_intervals(name, shard))
             total, l2 = moments(part_n)
             rows.append(TraceRow(phase, self._end, shard, part_n.numel(), total, l2, digest([part_n])))
         return rows
 
     def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
-        if local_P is None or self._tied_name is None or self._end is None:
+        if local_P is None or self._tied_chunk is None or self._end is None:
             return (), None
+        tied = self._tied_chunk
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         holding = Holding(
             local_P=local_P,
             replay=self._replay(self._spec, step, neighbour, self._end),
-            synced_P=self._tied_grad(),
-            weight_P=self._weights.parameter(self._tied_name),
+            synced_P=tied.grads.tied_grad(),
+            weight_P=tied.weights.parameter(tied.grads.tied_name or ""),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
 
-    def _tied_grad(self) -> Tensor:
-        return self._grads.tied_grad()
+    def _digest_weights(self) -> str:
+        return digest([buffer.values for buffer in self._weights])
 
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
@@ -260,23 +262,18 @@ class RankTrial:
         )
 
 
-def stage_layout(spec: TrialSpec, ordering: Ordering, pp_rank: int) -> BufferLayout:
-    """The buffer layout of one stage under an ordering. Raises LayoutAssertionError where that version would."""
-    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, pp_rank)
-    return build_layout(parameters, ordering.rule, spec.mesh.dp)
-
-
 def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     """What the ordering does to the tied weight: pure, the same on every rank."""
     mesh = spec.mesh
     owned = []
+    everything = (Interval(0, spec.model.vocab_size * spec.model.hidden_size),)
     for world_rank in ends_members(mesh):
         at = mesh.coordinates(world_rank)
-        layout = stage_layout(spec, ordering, at.pp_rank)
-        name = tied_parameter_name(mesh.pp, at.pp_rank) or ""
-        placed = layout.param(name)
-        everything = (Interval(0, placed.stop - placed.start),)
-        owned.append(layout.owned_intervals(name, at.dp_rank) if ordering.distributed_optimizer else everything)
+        stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
+        owned_here = stage_layout(spec, stage).owned_intervals(
+            tied_parameter_name(mesh.num_stages, stage) or "", at.dp_rank
+        )
+        owned.append(owned_here if ordering.distributed_optimizer else everything)
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
