@@ -5,7 +5,7 @@ Without a distributed optimizer (`all_reduce`) every rank updates everything and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,13 +17,16 @@ from workers.mesh import Members
 
 ADAM_LEARNING_RATE = 1e-3
 
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+"""An update rule over float32 master copies."""
+
 
 class ShardedOptimizer:
-    """Adam (gpt) or integer-preserving SGD (exact) on float32 master copies of this rank's shards, over all chunks."""
+    """An update rule on float32 master copies of this rank's shards, over all its chunks."""
 
     def __init__(
         self,
-        probe: ProbeName,
+        make_optimizer: MakeOptimizer,
         weights: Sequence[ParameterBuffer],
         grads: Sequence[GradBuffer],
         members: Members,
@@ -39,7 +42,7 @@ class ShardedOptimizer:
         self._grad_shards = [part(bucket_N, index, size) for bucket_N in grad_buckets]
         self._weight_shards = [part(bucket_N, index, size) for bucket_N in self._weight_buckets]
         self._masters = [torch.nn.Parameter(shard.float().clone()) for shard in self._weight_shards]
-        self._torch_optimizer = _torch_optimizer(probe, self._masters)
+        self._torch_optimizer = make_optimizer(self._masters)
 
     def step(self, communicator: Communicator) -> None:
         """Update and gather. Collective over the data-parallel group."""
@@ -59,8 +62,9 @@ class ShardedOptimizer:
             master.detach().copy_(weight_shard)
 
 
-def _torch_optimizer(probe: ProbeName, masters: list[Tensor] | list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_for(probe: ProbeName) -> MakeOptimizer:
+    """Adam for gpt, integer-preserving SGD for exact."""
     if probe is ProbeName.EXACT:
         # Adam divides, which leaves the integers; a unit step keeps every weight an exact multiple of a power of two.
-        return torch.optim.SGD(masters, lr=1.0)
-    return torch.optim.Adam(masters, lr=ADAM_LEARNING_RATE)
+        return lambda masters: torch.optim.SGD(masters, lr=1.0)
+    return lambda masters: torch.optim.Adam(masters, lr=ADAM_LEARNING_RATE)

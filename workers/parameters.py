@@ -60,7 +60,7 @@ def gpt_stage_parameters(
 ) -> tuple[ParameterShape, ...]:
     """Parameters of one stage of a GPT with biases and learned positions, in registration order.
 
-    Alone, a stage's embedding serves as output layer too, so that nothing is shared between stages. An untied model keeps
+    A single stage uses its embedding as output layer too, so that nothing is shared. An untied model keeps
     an output layer of its own on the last stage. `ffn_hidden_size` defaults to 4 x hidden_size.
     """
     return tuple(_gpt_parameters(model, num_stages, stage, ffn_hidden_size or 4 * model.hidden_size, tied))

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.checks.replicas import digest
-from workers.chunk import build_chunks, reseed
 from workers.communicator import ProcessGroups
 from workers.contract import (
     Coordinates,
@@ -34,15 +33,18 @@ from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
 from workers.faults import Striker
 from workers.grad_buffer import select
-from workers.grad_sync import prescale_for, sync_gradients
-from workers.intervals import Interval
-from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members
-from workers.models import microbatches
-from workers.optimizer import ShardedOptimizer
+from workers.grad_sync import prescale_for
+from workers.intervals import Interval, Intervals
+from workers.layout import BufferLayout
+from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
+from workers.models import build_stage, microbatches, seed_weights
+from workers.optimizer import optimizer_for
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_misowned
+from workers.stacks.protocol import Stack, StackContext
+from workers.stacks.reference import ReferenceStack
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -112,19 +114,37 @@ class RankTrial:
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
-        self._chunks = build_chunks(spec, at.pp_rank, device)
-        self._tied_chunk = next((chunk for chunk in self._chunks if chunk.grads.tied_name), None)
-        self._grads = tuple(chunk.grads for chunk in self._chunks)
-        self._weights = tuple(chunk.weights for chunk in self._chunks)
-        members = dp_members(spec.mesh, at.pp_rank)
-        self._optimizer = ShardedOptimizer(
-            spec.probe, self._weights, self._grads, members, at.world_rank, self._ordering.distributed_optimizer
-        )
-        modules = [chunk.module for chunk in self._chunks]
-        self._pipeline = Pipeline(modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self._stages = spec.mesh.stages(at.pp_rank)
+        self._modules = tuple(build_stage(spec, stage, device) for stage in self._stages)
+        layouts = [stage_layout(spec, stage) for stage in self._stages]
+        self._tied: nn.Parameter | None = None
+        self._shards: list[Intervals] = []
+        for stage, module, layout in zip(self._stages, self._modules, layouts, strict=True):
+            if name := tied_parameter_name(spec.mesh.num_stages, stage):
+                self._tied = module.get_parameter(name)
+                self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._stack = self._build_stack(groups, layouts)
+        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = self._digest_weights()
+
+    def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
+        spec, at = self._spec, self._at
+        holds_an_end = self._tied is not None and spec.mesh.pp > 1
+        context = StackContext(
+            mesh=spec.mesh,
+            at=at,
+            modules=self._modules,
+            tied=self._tied,
+            dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
+            tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
+            communicator=self._communicator,
+            divisor=self._prescale.divisor,
+            num_microbatches=spec.batch.num_microbatches,
+            make_optimizer=optimizer_for(spec.probe),
+        )
+        return ReferenceStack(context, self._ordering, layouts, self._prescale)
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -136,15 +156,15 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = sum(count_nonfinite(buffer.main_grad) for buffer in self._grads)
+        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
-        self._optimizer.step(self._communicator)
+        self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += sum(count_nonfinite(buffer.values) for buffer in self._weights)
+        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
@@ -152,40 +172,30 @@ class RankTrial:
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
         self._compute_gradients(step)
-        sync_gradients(
-            self._ordering,
-            self._spec.mesh,
-            {self._at.world_rank: self._grads},
-            self._communicator,
-            self._prescale,
-            lambda _: None,
-        )
-        self._optimizer.step(self._communicator)
+        self._stack.finalize(lambda _: None)
+        self._stack.step()
 
     def _compute_gradients(self, step: int) -> float | None:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
             # What an update left could outgrow the exact range.
-            reseed(self._chunks, self._spec, step)
-            self._optimizer.reload_masters()
-        for buffer in self._grads:
-            buffer.zero()
+            for stage, module in zip(self._stages, self._modules, strict=True):
+                seed_weights(module, self._spec, stage, step)
+            self._stack.weights_changed()
+        self._stack.zero_grad()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
-        if self._tied_chunk is None:
+        if self._tied is None:
             return None, []
-        tied_P = self._tied_chunk.grads.tied_grad()
+        grad_P = self._stack.grad(self._tied)
         if self._local_P is None:
-            self._local_P = torch.empty_like(tied_P)
-        self._local_P.copy_(tied_P)
+            self._local_P = torch.empty_like(grad_P)
+        self._local_P.copy_(grad_P)
         return self._local_P, self._trace(Phase.LOCAL)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
-        spec = self._spec
-        buffers = {self._at.world_rank: self._grads}
-
         upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
 
         def observe(phase: Phase) -> None:
@@ -195,38 +205,40 @@ class RankTrial:
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
-        sync_gradients(self._ordering, spec.mesh, buffers, self._communicator, self._prescale, observe)
-        last = trace[-spec.mesh.dp :]
+        self._stack.finalize(observe)
+        last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
     def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied_chunk is None:
+        if self._end is None or self._tied is None:
             return []
-        grads = self._tied_chunk.grads
-        grad_P, name = grads.tied_grad(), grads.tied_name or ""
+        grad_P = self._stack.grad(self._tied)
         rows = []
-        for shard in range(self._spec.mesh.dp):
-            part_n = select(grad_P, grads.layout.owned_intervals(name, shard))
+        for shard, owned in enumerate(self._shards):
+            part_n = select(grad_P, owned)
             total, l2 = moments(part_n)
             rows.append(TraceRow(phase, self._end, shard, part_n.numel(), total, l2, digest([part_n])))
         return rows
 
     def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
-        if local_P is None or self._tied_chunk is None or self._end is None:
+        if local_P is None or self._tied is None or self._end is None:
             return (), None
-        tied = self._tied_chunk
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         holding = Holding(
             local_P=local_P,
             replay=self._replay(self._spec, step, neighbour, self._end),
-            synced_P=tied.grads.tied_grad(),
-            weight_P=tied.weights.parameter(tied.grads.tied_name or ""),
+            synced_P=self._stack.grad(self._tied),
+            weight_P=self._tied.detach().flatten(),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
 
     def _digest_weights(self) -> str:
-        return digest([buffer.values for buffer in self._weights])
+        return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks of this rank."""
+        return (parameter for module in self._modules for parameter in module.parameters())
 
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
@@ -270,9 +282,8 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     for world_rank in ends_members(mesh):
         at = mesh.coordinates(world_rank)
         stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
-        owned_here = stage_layout(spec, stage).owned_intervals(
-            tied_parameter_name(mesh.num_stages, stage) or "", at.dp_rank
-        )
+        name = tied_parameter_name(mesh.num_stages, stage) or ""
+        owned_here = stage_layout(spec, stage).owned_intervals(name, at.dp_rank)
         owned.append(owned_here if ordering.distributed_optimizer else everything)
     return Expectation(
         probe=spec.probe,
@@ -296,11 +307,11 @@ def moments(values_n: Tensor) -> tuple[float, float]:
     return float(total), float(squared.sqrt())
 
 
-def count_nonfinite(values_N: Tensor) -> int:
-    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most buffers."""
-    if math.isfinite(float(values_N.sum())):
+def count_nonfinite(*tensors: Tensor) -> int:
+    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most tensors."""
+    if math.isfinite(float(torch.stack([values_N.sum(dtype=torch.float32) for values_N in tensors]).sum())):
         return 0
-    return int(torch.count_nonzero(~torch.isfinite(values_N)))
+    return sum(int(torch.count_nonzero(~torch.isfinite(values_N))) for values_N in tensors)
 
 
 def _relabel(row: TraceRow, phase: Phase) -> TraceRow:
