@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from workers.contract import Device, Dtype, Launcher, OrderingName, ProbeName, Schedule
+from workers.faults import DRILL_FORM
 
 if TYPE_CHECKING:
     from service.settings import Settings
@@ -142,7 +143,7 @@ def validate(
     deadline_s: Annotated[int | None, typer.Option(help="Time limit once taken up.", show_default="120")] = None,
     label: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; repeat for several.")] = None,
     drill: Annotated[
-        str | None, typer.Option(help="Inject a fault: FAULT[:WORLD_RANK[:STEP]]. Never counts for admission.")
+        str | None, typer.Option(help=f"Inject a fault: {DRILL_FORM}. Never counts for admission.")
     ] = None,
     tables: Annotated[bool, typer.Option("--tables", help="Show gradients and divergence by rank, too.")] = False,
     json: Json = False,

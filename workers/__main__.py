@@ -35,6 +35,7 @@ from workers.contract import (
 )
 from workers.encoding import dumps
 from workers.experiment import ExperimentSpec, default_batch, resolve, trials
+from workers.faults import DRILL_FORM, read_drill
 from workers.launch import LaunchError, Place, open_store, read_place, speaks, take_device
 from workers.plan import violations
 from workers.rollcall import ERROR_CODE, RollCall, Word, leave, waiting
@@ -215,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=_choice(Device), default=Device.AUTO, help=", ".join(Device))
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drill", type=_drill, help="FAULT:WORLD_RANK[:STEP], to see a failure on purpose")
+    parser.add_argument("--drill", type=_drill, help=f"{DRILL_FORM}, to see a failure on purpose")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of each collective, in seconds")
     parser.add_argument("--ranks", action="store_true", help="print every rank's report too")
     return parser
@@ -247,11 +248,11 @@ def _model(text: str) -> str | ModelSpec:
 
 
 def _drill(text: str) -> Drill:
-    fault, _, rest = text.partition(":")
-    world_rank, _, step = rest.partition(":")
-    if not world_rank.isdecimal() or (step and not step.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: use FAULT:WORLD_RANK[:STEP], say raise_in_collective:1")
-    return Drill(fault, int(world_rank), int(step or 0))
+    try:
+        read = read_drill(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return Drill(**({"world_rank": 0} if "node" not in read else {}) | read)
 
 
 def _refuse(sentences: Iterable[str]) -> int:

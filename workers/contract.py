@@ -182,12 +182,17 @@ NAMED_MODELS: dict[str, ModelSpec] = {"tiny": TINY}
 class Drill:
     """A fault injected on purpose (`workers.faults`); a validation with one never counts for admission.
 
-    `fault` is a name of the fault catalogue; it strikes on `world_rank` in step `step` of every trial.
+    `fault` is a name of the fault catalogue. It is bound to a rank, or to a node and then strikes on every rank there
+    (wherever ranks are placed), in step `step` of every trial in which the draw of that trial says so.
     """
 
     fault: str
-    world_rank: int
+    world_rank: int | None = None
     step: int = 0
+    node: str | None = None
+    """As in `Fingerprint.node`."""
+    probability: float = 1.0
+    """Of a strike on one rank in one trial, drawn from the trial's seed: the same request strikes the same trials."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from workers.contract import NAMED_MODELS, BatchSpec, Device, Mesh, ModelSpec, ProbeName, Schedule
+from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
 from workers.errors import LayoutAssertionError
 from workers.experiment import (
     ExperimentSpec,
@@ -18,12 +18,12 @@ from workers.experiment import (
     resolve,
     trials,
 )
+from workers.faults import FAULTS
 from workers.parameters import stage_parameters
 from workers.prediction import ordering_layouts
 
 __all__ = [
     "DEFAULT_LIMITS",
-    "DRILL_FAULTS",
     "ExperimentSpec",
     "FieldPath",
     "Limits",
@@ -36,9 +36,6 @@ __all__ = [
     "trials",
     "violations",
 ]
-
-DRILL_FAULTS = tuple(f"{how}_{moment}_collective" for how in ("raise", "kill") for moment in ("before", "in", "after"))
-"""Names of `workers.faults`, repeated here because a plan must not load torch."""
 
 EXACT_LIMIT = 1 << 24
 """Float32 holds every integer up to here."""
@@ -206,10 +203,26 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     drill = spec.drill
     if drill is None:
         return
-    if drill.fault not in DRILL_FAULTS:
-        yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(DRILL_FAULTS)}", "name one of them")
-    yield from _in_range(("drill", "world_rank"), drill.world_rank, 0, max(0, spec.mesh.world_size - 1))
+    if drill.fault not in FAULTS:
+        yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(FAULTS)}", "name one of them")
+    yield from _drill_binding_violations(spec, drill)
     yield from _in_range(("drill", "step"), drill.step, 0, max(0, spec.steps - 1))
+    if not 0 < drill.probability <= 1:
+        rule = "a probability is above 0 and at most 1"
+        yield Violation(("drill", "probability"), drill.probability, rule, "ask for 1 to strike every time")
+
+
+def _drill_binding_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Violation]:
+    if drill.world_rank is not None:
+        yield from _in_range(("drill", "world_rank"), drill.world_rank, 0, max(0, spec.mesh.world_size - 1))
+        if drill.node is not None:
+            rule = (
+                f"a drill is bound to a rank or to a node, and this one is bound to world_rank {drill.world_rank} too"
+            )
+            yield Violation(("drill", "node"), drill.node, rule, "leave out world_rank or node")
+    elif drill.node is None:
+        rule = "a drill is bound to a rank or to a node"
+        yield Violation(("drill", "world_rank"), None, rule, "give world_rank or node")
 
 
 def _size_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.checks.replicas import digest
-from workers.communicator import ProcessGroups
+from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
     Coordinates,
     DivergenceRow,
@@ -31,7 +31,7 @@ from workers.contract import (
 )
 from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
-from workers.faults import Striker
+from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
 from workers.intervals import Interval, Intervals
@@ -45,6 +45,7 @@ from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_misowned
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
+from workers.strikes import arm
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -96,6 +97,7 @@ class RankTrial:
         device: torch.device,
         clock: PhaseClock,
         replay: ReplaySource,
+        node: str,
     ) -> None:
         self._spec = spec
         self._trial_index = trial_index
@@ -106,11 +108,10 @@ class RankTrial:
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
         self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
         self._expectation = expect(spec, self._ordering)
-        if spec.drill is not None and spec.drill.world_rank == coordinates.world_rank:
-            self._communicator.intercept = Striker(spec.drill, lambda: (clock.position.phase, clock.position.step))
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
@@ -139,12 +140,19 @@ class RankTrial:
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
-            communicator=self._communicator,
+            communicator=self._struck(self._communicator),
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
         )
         return ReferenceStack(context, self._ordering, layouts, self._prescale)
+
+    def _struck(self, communicator: ProcessGroups) -> Communicator:
+        """What the stack under test talks through; the judge has its own."""
+        drill = self._spec.drill
+        if drill is None or not is_struck(self._spec, self._at.world_rank, self._node):
+            return communicator
+        return arm(drill, communicator, lambda: (self._clock.position.phase, self._clock.position.step))
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
