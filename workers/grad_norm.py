@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,19 +33,19 @@ MAX_CACHED_REFERENCES = 16
 class GradNorm:
     """One rank's part in the norm of a trial's gradients."""
 
-    def __init__(self, mesh: Mesh, at: Coordinates, stack: Stack, module: nn.Module, sharded: bool) -> None:
+    def __init__(self, mesh: Mesh, at: Coordinates, stack: Stack, modules: Sequence[nn.Module], sharded: bool) -> None:
         self._world_rank = at.world_rank
         self._stack = stack
-        self._parameters = dict(module.named_parameters())
-        self._device = next(module.parameters()).device
+        self._parameters = [named for module in modules for named in module.named_parameters()]
+        self._device = self._parameters[0][1].device
         # Replicas that hold the whole gradient each add up their own pipeline.
         self._members: Members = world_members(mesh) if sharded else pp_members(mesh, at.dp_rank)
-        self.uncounted = frozenset({OUTPUT_LAYER} if mesh.pp > 1 else ())
+        self.uncounted = frozenset({OUTPUT_LAYER} if mesh.num_stages > 1 else ())
         """Parameters whose squares another rank adds; a drill that empties it counts the tied weight twice."""
 
     def measure(self, communicator: Communicator) -> float:
         """The norm of the synchronised gradients, the same on every rank. Collective over the mesh."""
-        counted = [parameter for name, parameter in self._parameters.items() if name not in self.uncounted]
+        counted = [parameter for name, parameter in self._parameters if name not in self.uncounted]
         total = torch.zeros(1, dtype=torch.float64, device=self._device)
         for parameter in counted:
             total += sum_of_squares(select(self._stack.grad(parameter), self._stack.owned(parameter)))
@@ -80,7 +81,7 @@ class NormReference:
         |‖s‖ - ‖r‖| <= ‖s - r‖, and elementwise s is within `rounding_bound` of the sum of the ranks' own gradients,
         each of which is within twice its replay's floor of the replay (as `workers.divergence` has it).
         """
-        num_terms = mesh.dp * (2 if mesh.pp > 1 else 1)
+        num_terms = mesh.dp * (2 if mesh.num_stages > 1 else 1)
         reference = self.value * prescale.factor
         floor = 2 * self.floor * prescale.factor
         adding = (self.num_elements + 16) * DOUBLE_ROUNDOFF * (value + reference)

@@ -21,7 +21,7 @@ from workers.models import build_stage, exact, microbatch_loss, microbatches
 class TiedGradients(NamedTuple):
     """One dp rank's local gradients of the tied weight, flat, on each end.
 
-    With pp = 1 there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
+    With a single stage there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
     """
 
     wte_P: torch.Tensor
@@ -78,7 +78,7 @@ def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )
-    stages = [build_stage(spec, pp_rank, device, step) for pp_rank in range(spec.mesh.pp)]
+    stages = [build_stage(spec, stage, device, step) for stage in range(spec.mesh.num_stages)]
     return stages if dtype is None else [stage.to(dtype) for stage in stages]
 
 
@@ -122,7 +122,7 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
     lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
     _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
-    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.pp == 1 else TiedGradients(wte_P, lm_head_P)
+    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.num_stages == 1 else TiedGradients(wte_P, lm_head_P)
 
 
 def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:

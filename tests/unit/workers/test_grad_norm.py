@@ -70,7 +70,7 @@ def test_it_is_the_norm_of_the_one_gradient_that_all_ranks_share(mesh: Mesh, sha
             for interval in intervals:
                 held[parameter][interval.start : interval.stop] = whole[parameter][interval.start : interval.stop]
         stack = HeldGradients(held, owned)
-        return GradNorm(mesh, at, stack, module, sharded).measure(communicator)  # type: ignore[arg-type]
+        return GradNorm(mesh, at, stack, [module], sharded).measure(communicator)  # type: ignore[arg-type]
 
     measured = Lockstep(mesh.world_size).run(measure)
     assert len(set(measured)) == 1
@@ -87,7 +87,7 @@ def test_a_tied_weight_counted_twice_is_another_norm() -> None:
         module = modules[world_rank]
         held = {p: torch.ones(p.numel()) for p in module.parameters()}
         owned = {p: (Interval(0, p.numel()),) for p in module.parameters()}
-        norm = GradNorm(mesh, mesh.coordinates(world_rank), HeldGradients(held, owned), module, True)  # type: ignore[arg-type]
+        norm = GradNorm(mesh, mesh.coordinates(world_rank), HeldGradients(held, owned), [module], True)  # type: ignore[arg-type]
         norm.uncounted = frozenset()
         return norm.measure(communicator)
 
