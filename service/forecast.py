@@ -12,7 +12,7 @@ from service.terminal import figure
 from workers.contract import TINY, Mesh, ModelSpec, OrderingName
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import MODELS, Prediction, predict_model
+from workers.prediction import MODELS, Overlap, Prediction, predict_model
 
 MAX_RANGES = 3
 
@@ -22,6 +22,7 @@ def forecast(
     sizes: Mapping[str, int | None],
     versions: Sequence[str],
     orderings: Sequence[OrderingName],
+    overlap: Overlap | None = None,
 ) -> dict[str, Any]:
     """Predictions for versions and orderings; with neither, for every known version.
 
@@ -33,10 +34,20 @@ def forecast(
     subjects += [(ordering.value, ordering) for ordering in orderings]
     subjects = subjects or [(version.value, version) for version in RULES]
     found = [
-        _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied)) for name, subject in subjects
+        _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied, overlap=overlap))
+        for name, subject in subjects
     ]
     shape = {"dp": mesh.dp, "pp": mesh.pp, "vpp": mesh.vpp}
-    return {"model": model, "tied": tied, "mesh": shape, "predictions": found}
+    return {"model": model, "tied": tied, "mesh": shape, "overlap": overlap is not None, "predictions": found}
+
+
+def choose_overlap(overlap: bool, bucket_size: int | None) -> Overlap | None:
+    """How the gradient sync overlaps with backward, as the options say. Raises UsageFault for a size that cuts none."""
+    if bucket_size is not None and not overlap:
+        raise UsageFault(f"--bucket-size {bucket_size}: buckets are cut by size only with overlap; add --overlap")
+    if bucket_size is not None and bucket_size < 1:
+        raise UsageFault(f"--bucket-size {bucket_size}: must be at least 1")
+    return Overlap(bucket_size) if overlap else None
 
 
 def forecast_table(found: Mapping[str, Any]) -> Table:
@@ -44,6 +55,7 @@ def forecast_table(found: Mapping[str, Any]) -> Table:
     mesh = found["mesh"]
     model = _model_name(found["model"]) + ("" if found["tied"] else ", not tied")
     shape = f"dp {mesh['dp']}, pp {mesh['pp']}" + (f", vpp {mesh['vpp']}" if mesh["vpp"] > 1 else "")
+    shape += ", overlap" if found["overlap"] else ""
     title = f"wrong elements of the tied weight: {model}, {shape}"
     table = Table(title=title, title_justify="left", box=None, show_edge=False, pad_edge=False)
     for name in ("for", "wrong at each end", "of", "share", "where"):
@@ -72,7 +84,9 @@ def _describe(name: str, subject: LayoutVersion | OrderingName, prediction: Pred
         "source": rule.source,
         "asserts": prediction.asserts,
         "num_elements": prediction.num_elements,
+        "wrong_elements": prediction.wrong_elements,
         "misowned_elements": prediction.misowned_elements,
+        "early_elements": prediction.early_elements,
         "fraction": prediction.fraction,
         "ranges": [[interval.start, interval.stop] for interval in prediction.ranges],
         "misowned_by_wte_owner": list(prediction.misowned_by_wte_owner),
@@ -84,7 +98,7 @@ def _cells(entry: Mapping[str, Any]) -> Iterator[str]:
     if entry["asserts"] is not None:
         yield from ("-", "-", "-", f"stops by itself: {entry['asserts']}")
         return
-    yield figure(entry["misowned_elements"])
+    yield figure(entry["wrong_elements"])
     yield figure(entry["num_elements"])
     yield f"{entry['fraction']:.2%}"
     shown = [f"{start:,} to {stop:,}" for start, stop in entry["ranges"][:MAX_RANGES]]

@@ -181,6 +181,8 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         model=options.model,
         batch=batch,
         schedule=options.schedule,
+        overlap=options.overlap,
+        bucket_size=options.bucket_size,
         probes=tuple(options.probes),
         orderings=tuple(options.orderings),
         steps=options.steps,
@@ -208,6 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--schedule", type=_choice(Schedule), default=Schedule.ONE_F_ONE_B, help=", ".join(Schedule))
+    parser.add_argument("--overlap", action="store_true", help="start the gradient sync in the midst of backward")
+    parser.add_argument("--bucket-size", type=int, help="elements at which a bucket closes, with --overlap")
     _add_choices(parser, "--probes", ProbeName, list(ProbeName))
     _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)

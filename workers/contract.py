@@ -205,6 +205,10 @@ class TrialSpec:
     model: ModelSpec
     batch: BatchSpec
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    overlap: bool = False
+    """Whether each bucket's sync over dp starts in the midst of backward."""
+    bucket_size: int | None = None
+    """Elements at which a bucket closes, with overlap, on the first stage; None takes Megatron's default."""
     dtype: Dtype = Dtype.FLOAT32
     device: Device = Device.CPU
     steps: int = 2

@@ -104,6 +104,8 @@ def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repea
         model=probe_model(spec, probe),
         batch=probe_batch(spec, probe),
         schedule=spec.schedule,
+        overlap=spec.overlap,
+        bucket_size=spec.bucket_size,
         # The exact probe's integers need float32, whatever dtype the gpt is to train in.
         dtype=Dtype.FLOAT32 if probe is ProbeName.EXACT else spec.dtype,
         device=device,

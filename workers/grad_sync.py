@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.communicator import Communicator
+from workers.communicator import Communicator, Pending
 from workers.contract import Mesh, Phase, ProbeName
 from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
@@ -60,9 +60,12 @@ def sync_gradients(
     communicator: Communicator,
     prescale: Prescale,
     observe: Observer,
+    finish_started: Callable[[], None] | None = None,
 ) -> None:
     """Run an ordering's phases over the hosted ranks' buffers, in place. Collective over the whole mesh.
 
+    With overlap every bucket's dp sync was started during backward (`workers.overlap`): `finish_started` waits for
+    them, and stands where that phase stands.
     Source: the phase orders are those of the catalogue (`workers.orderings`), each with its own source.
     """
     for phase in ordering.phases:
@@ -70,22 +73,37 @@ def sync_gradients(
             all_reduce_tied(mesh, buffers, communicator)
             observe(Phase.TIED)
         else:
-            sync_dp(phase, mesh, buffers, communicator, prescale)
+            if finish_started is not None:
+                finish_started()
+            else:
+                sync_dp(phase, mesh, buffers, communicator, prescale)
             observe(Phase.SCATTERED)
 
 
 def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, prescale: Prescale) -> None:
     """Scale and sum every bucket of every chunk over its data-parallel replicas, in place."""
-    collective = communicator.reduce_scatter if phase is SyncPhase.DP_REDUCE_SCATTER else communicator.all_reduce
     for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
         hosted = _hosted(members, communicator)
         if not hosted:
             continue
         for chunk, index in _buckets(buffers[hosted[0]]):
             buckets = {world_rank: buffers[world_rank][chunk].bucket(index) for world_rank in hosted}
-            for bucket_N in buckets.values():
-                prescale.apply(bucket_N)
-            collective(members, buckets)
+            start_bucket(phase, members, buckets, communicator, prescale).wait()
+
+
+def start_bucket(
+    phase: SyncPhase,
+    members: Members,
+    buckets: Mapping[int, Tensor],
+    communicator: Communicator,
+    prescale: Prescale,
+) -> Pending:
+    """Scale one bucket [N] on the hosted replicas and start its sum, in place. All of `members` must start it."""
+    for bucket_N in buckets.values():
+        prescale.apply(bucket_N)
+    if phase is SyncPhase.DP_REDUCE_SCATTER:
+        return communicator.start_reduce_scatter(members, buckets)
+    return communicator.start_all_reduce(members, buckets)
 
 
 def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator) -> None:

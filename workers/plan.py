@@ -116,13 +116,11 @@ def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation
     if mesh.world_size > limits.max_world_size:
         rule = f"dp x pp x tp may be at most {limits.max_world_size} ranks"
         yield Violation(("mesh",), mesh.world_size, rule, "ask for a smaller mesh, or raise the configured maximum")
-    if spec.overlap:
-        yield Violation(
-            ("overlap",), True, "overlapping the gradient sync is not supported yet", "set overlap to false"
-        )
     if spec.bucket_size is not None:
-        rule = "buckets are cut by size only with overlap, which is not supported yet"
-        yield Violation(("bucket_size",), spec.bucket_size, rule, "set bucket_size to null")
+        if not spec.overlap:
+            rule = "buckets are cut by size only with overlap, which is false"
+            yield Violation(("bucket_size",), spec.bucket_size, rule, "set overlap to true, or bucket_size to null")
+        yield from _in_range(("bucket_size",), spec.bucket_size, 1, None)
 
 
 def _model_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:

@@ -20,7 +20,7 @@ from workers.evidence import (
     untied_steps,
 )
 from workers.intervals import count
-from workers.prediction import trial_misowned
+from workers.prediction import trial_exposed
 
 VERDICT_RULES_VERSION = 1
 """Rises with every change of what makes a verdict; stored with each validation."""
@@ -164,7 +164,7 @@ def _why_not_applicable(evidence: Evidence) -> str:
         return "with dp=1 the one replica owns every element, so no ordering can get one wrong"
     if spec.mesh.pp == 1:
         return "with pp=1 one stage holds the only copy of the tied weight, so nothing is tied"
-    if not count(trial_misowned(spec)):
+    if not count(trial_exposed(spec)):
         return "both ends shard the tied weight alike on this mesh and model, so no element is owned differently"
     return "the terms that its elements lack are zero or too small to be told from rounding"
 
@@ -185,7 +185,8 @@ def _coverage(spec: TrialSpec) -> str:
     """Mesh and schedule in words; what is as by default is left out."""
     mesh = spec.mesh
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
-    return named + (f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else "")
+    named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
+    return named + (", scatter overlapping backward" if spec.overlap else "")
 
 
 def _missing(evidence: Evidence) -> str:

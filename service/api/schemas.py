@@ -133,7 +133,9 @@ class ValidateRequest(Strict):
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """`1f1b` is interleaved where mesh.vpp > 1; `gpipe` runs all forwards before all backwards, and needs vpp 1."""
     overlap: bool = False
+    """Start each bucket's gradient sync in the midst of backward. `fixed` cannot tie in time then and is a control."""
     bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    """Elements at which a bucket closes, with overlap, on the first stage; null takes Megatron-LM's 40,000,000."""
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]
     orderings: list[OrderingName] = [OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET]
     steps: int = Field(default=2, json_schema_extra={"minimum": 1})

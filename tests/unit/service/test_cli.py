@@ -94,6 +94,18 @@ def test_predict_knows_the_reported_fault(capsys: pytest.CaptureFixture[str]) ->
     assert wrong == {"de4028a": 2048, "v0.14": 0, "fixed": 0}
 
 
+def test_predict_knows_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ordering", "fixed", "--overlap", "--bucket-size", "8000", "--vpp", "2"]
+    assert cli.run(["predict", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"dp": 2, "pp": 2, "vpp": 2}
+    assert found["overlap"]
+    assert found["predictions"][0]["wrong_elements"] > 0
+    assert cli.run(["predict", "--bucket-size", "8000"]) == 3
+    assert cli.run(["predict", "--overlap", "--bucket-size", "0"]) == 3
+    assert cli.run(["predict", "--pp", "1", "--vpp", "2"]) == 3
+
+
 def test_predict_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["predict", "--model", "vocab_size=64", "--version", "0650d83"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["0650d83", "128", "2,048", "6.25%"]

@@ -16,10 +16,12 @@ from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build
 from workers.parameters import ParameterShape, gpt_stage_parameters
 from workers.prediction import (
     MODELS,
+    Overlap,
     misowned_intervals,
     ordering_layouts,
     predict,
     predict_model,
+    trial_exposed,
     trial_misowned,
 )
 
@@ -90,6 +92,35 @@ def test_the_unaligned_edge_of_0650d83() -> None:
     assert prediction.misowned_by_wte_owner == (64, 64)
     assert prediction.misowned_by_lm_head_owner == (64, 64)
     assert prediction.fraction == 128 / 2048
+
+
+def test_overlap_scatters_what_lies_in_padding_before_its_last_gradient_comes() -> None:
+    overlapped = predict_model(OrderingName.OWN_BUCKET_UNALIGNED, Mesh(2, 2), TINY, overlap=Overlap())
+    assert (overlapped.misowned_elements, overlapped.early_elements, overlapped.wrong_elements) == (128, 64, 128)
+    # Other buckets on the first stage leave other padding.
+    cut = predict_model(OrderingName.OWN_BUCKET_UNALIGNED, Mesh(2, 2), TINY, overlap=Overlap(3000))
+    assert (cut.misowned_elements, cut.early_elements, cut.wrong_elements) == (64, 32, 64)
+    assert predict_model(OrderingName.OWN_BUCKET, Mesh(2, 2), TINY, overlap=Overlap(8000)).wrong_elements == 0
+    assert predict_model(OrderingName.ALL_REDUCE, Mesh(2, 2), TINY, overlap=Overlap(8000)).wrong_elements == 0
+
+
+def test_overlap_makes_the_reporter_s_fix_the_bug() -> None:
+    fixed = predict_model(OrderingName.FIXED, Mesh(2, 2), TINY, overlap=Overlap())
+    assert fixed == predict_model(OrderingName.BUGGY, Mesh(2, 2), TINY, overlap=Overlap())
+    assert fixed.misowned_elements == 2048
+    for mesh in (Mesh(1, 2), Mesh(2, 1)):
+        assert predict_model(OrderingName.OWN_BUCKET_UNALIGNED, mesh, TINY, overlap=Overlap()).wrong_elements == 0
+
+
+def test_a_trial_and_a_forecast_agree_under_overlap() -> None:
+    for ordering in OrderingName:
+        spec = replace(trial(ordering, Mesh(3, 2)), overlap=True, bucket_size=5000)
+        assert trial_exposed(spec) == predict_model(ordering, Mesh(3, 2), TINY, overlap=Overlap(5000)).ranges
+
+
+@pytest.mark.parametrize(("dp", "elements"), [(2, 40_000_000), (40, 40_000_000), (41, 41_000_000)])
+def test_megatron_s_own_bucket_size(dp: int, elements: int) -> None:
+    assert Overlap().resolved(dp) == elements
 
 
 def test_a_version_that_asserts() -> None:
