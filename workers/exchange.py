@@ -20,6 +20,7 @@ from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members, ends_members
+from workers.rank_code import RankCode
 
 PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
@@ -42,6 +43,8 @@ class Expectation:
     """Elements whose owner differs between the ends, where the ordering's phases make that matter."""
     owned: tuple[Intervals, ...]
     """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
+    code: RankCode | None
+    """How contributors sign their gradients; None where they do not."""
 
     @property
     def members(self) -> Members:

@@ -43,6 +43,7 @@ from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import stage_parameters, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
+from workers.rank_code import rank_code, signature
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -116,7 +117,8 @@ class RankTrial:
         self._module = module
         layout = stage_layout(spec, self._ordering, at.pp_rank)
         self._tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
-        self._grads = GradBuffer(layout, device, self._tied_name)
+        signed = signature(spec, self._end, at.dp_rank, device)
+        self._grads = GradBuffer(layout, device, self._tied_name, signed)
         self._weights = ParameterBuffer(module, layout)
         accumulate_into(module, self._grads)
         members = dp_members(spec.mesh, at.pp_rank)
@@ -285,6 +287,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
         bit_tied=ordering.bit_tied,
         misowned=trial_misowned(spec),
         owned=tuple(owned),
+        code=rank_code(spec),
     )
 
 

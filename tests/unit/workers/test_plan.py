@@ -18,9 +18,10 @@ from workers.contract import (
     OrderingName,
     ProbeName,
 )
+from workers.exactness import EXACT_LIMIT
 from workers.experiment import ExperimentSpec, trials
 from workers.faults import FaultName
-from workers.plan import DEFAULT_LIMITS, DRILL_FAULTS, EXACT_LIMIT, FieldPath, Limits, exact_bound, violations
+from workers.plan import DEFAULT_LIMITS, DRILL_FAULTS, FieldPath, Limits, exact_bound, violations
 from workers.reference import exact_tied_gradients
 
 GPT = (ProbeName.GPT,)
