@@ -12,21 +12,14 @@ from torch import Tensor, nn
 
 from workers.intervals import Intervals
 from workers.layout import BufferLayout
-from workers.rank_code import Signature
 
 
 class GradBuffer:
-    """A float32 buffer [layout.buffer_numel] in Megatron's layout. Padding is zero and stays zero under any sum.
+    """A float32 buffer [layout.buffer_numel] in Megatron's layout. Padding is zero and stays zero under any sum."""
 
-    With a signature the tied weight's gradient carries this rank's code (`workers.rank_code`).
-    """
-
-    def __init__(
-        self, layout: BufferLayout, device: torch.device, tied_name: str | None, signature: Signature | None = None
-    ) -> None:
+    def __init__(self, layout: BufferLayout, device: torch.device, tied_name: str | None) -> None:
         self.layout = layout
         self.tied_name = tied_name
-        self.signature = signature
         self.main_grad = torch.zeros(layout.buffer_numel, dtype=torch.float32, device=device)
 
     def bucket(self, index: int) -> Tensor:
@@ -48,14 +41,8 @@ class GradBuffer:
         return self.grad(self.tied_name)
 
     def zero(self) -> None:
-        """Forget the last step's gradients; what is signed starts at its code."""
+        """Forget the last step's gradients."""
         self.main_grad.zero_()
-        if self.signature is not None:
-            self.tied_grad().copy_(self.signature.code_P)
-
-    def multiplier(self, name: str) -> int:
-        """What a parameter's gradients are multiplied by when they are added."""
-        return self.signature.multiplier if self.signature is not None and name == self.tied_name else 1
 
 
 class ParameterBuffer:
@@ -84,13 +71,13 @@ def accumulate_into(module: nn.Module, buffer: GradBuffer) -> None:
     """From now on every backward adds each parameter's gradient into `buffer` and frees it, as Megatron's hooks do."""
     for name, parameter in module.named_parameters():
         main_grad = buffer.grad(name).view(parameter.shape)
-        parameter.register_post_accumulate_grad_hook(_adder(main_grad, buffer.multiplier(name)))
+        parameter.register_post_accumulate_grad_hook(_adder(main_grad))
 
 
-def _adder(main_grad: Tensor, multiplier: int) -> Callable[[Tensor], None]:
+def _adder(main_grad: Tensor) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            main_grad.add_(parameter.grad, alpha=multiplier)
+            main_grad.add_(parameter.grad)
             parameter.grad = None
 
     return add

@@ -5,6 +5,8 @@ Without a distributed optimizer (`all_reduce`) every rank updates everything and
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,16 @@ from workers.mesh import Members
 
 ADAM_LEARNING_RATE = 1e-3
 
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+"""An update rule over float32 master copies."""
+
 
 class ShardedOptimizer:
-    """Adam (gpt) or integer-preserving SGD (exact) on float32 master copies of this rank's shards."""
+    """An update rule on float32 master copies of this rank's shards."""
 
     def __init__(
         self,
-        probe: ProbeName,
+        make_optimizer: MakeOptimizer,
         weights: ParameterBuffer,
         grads: GradBuffer,
         members: Members,
@@ -36,7 +41,7 @@ class ShardedOptimizer:
         self._grad_shards = [part(grads.bucket(bucket), index, size) for bucket in grads.buckets()]
         self._weight_shards = [part(weights.bucket(bucket), index, size) for bucket in grads.buckets()]
         self._masters = [torch.nn.Parameter(shard.float().clone()) for shard in self._weight_shards]
-        self._torch_optimizer = _torch_optimizer(probe, self._masters)
+        self._torch_optimizer = make_optimizer(self._masters)
 
     def step(self, communicator: Communicator) -> None:
         """Update and gather. Collective over the data-parallel group."""
@@ -56,8 +61,9 @@ class ShardedOptimizer:
             master.detach().copy_(weight_shard)
 
 
-def _torch_optimizer(probe: ProbeName, masters: list[Tensor] | list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_for(probe: ProbeName) -> MakeOptimizer:
+    """Adam for gpt, integer-preserving SGD for exact."""
     if probe is ProbeName.EXACT:
         # Adam divides, which leaves the integers; a unit step keeps every weight an exact multiple of a power of two.
-        return torch.optim.SGD(masters, lr=1.0)
-    return torch.optim.Adam(masters, lr=ADAM_LEARNING_RATE)
+        return lambda masters: torch.optim.SGD(masters, lr=1.0)
+    return lambda masters: torch.optim.Adam(masters, lr=ADAM_LEARNING_RATE)

@@ -9,9 +9,9 @@ The code is always on, never a diagnosis after the fact: a fault that strikes wi
 time of a second run, and the sum that is judged must be the sum that was signed. It costs the zero-tolerance claim
 nothing. It is made of integers below the same 2^24, asserted in int64 (`workers.reference`); the integer answer
 carries the same code; and it makes every element more sensitive, since a contribution that is zero by chance is none
-where it is signed. It is put in where gradients are accumulated (`workers.grad_buffer`): main_grad starts at
-the code and every microbatch is multiplied, so that it is complete as soon as the gradient is, also where a
-reduce-scatter starts in the midst of backward. Where sums would leave 2^24 fewer digits are used, or none
+where it is signed. A hook on the weight itself puts it in, before anything accumulates the gradient: every microbatch
+is multiplied and a step's first brings the code, so that whoever's stack synchronises, and wherever a reduce-scatter
+starts in the midst of backward, what it gets is signed. Where sums would leave 2^24 fewer digits are used, or none
 (`workers.exactness.code_digits`); then the verdict says so and a wrong share is named by its size alone.
 
 Shape legend: P = elements of the tied weight; n = some of its elements; k = digits an element.
@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.contract import End, Mesh, ProbeName, TrialSpec
 from workers.exactness import code_digits
@@ -74,13 +74,35 @@ class RankCode:
         return self.group(elements_n) * self.digits + places_k1, digits_kn
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What one contributor puts into its gradient buffer: main_grad starts at `code_P`, gradients are multiplied."""
+class Signer:
+    """Signs the gradient of one parameter on its way out of backward, whatever accumulates it.
 
-    multiplier: int
-    code_P: Tensor
-    """Float32, flat."""
+    Every microbatch's gradient is multiplied; the first of a step also brings the code.
+    """
+
+    def __init__(self, parameter: nn.Parameter, code: RankCode, contributor: int) -> None:
+        self._multiplier = code.multiplier
+        self._code = code.code(contributor, parameter.numel()).view(parameter.shape).to(parameter)
+        self._due = False
+        parameter.register_hook(self._sign)
+
+    def begin_step(self) -> None:
+        """The next gradient is the first of a step."""
+        self._due = True
+
+    def _sign(self, grad: Tensor) -> Tensor:
+        signed = grad * self._multiplier
+        if self._due:
+            self._due = False
+            signed += self._code
+        return signed
+
+
+class NoSigner:
+    """For a rank that has nothing to sign."""
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
 
 
 def rank_code(spec: TrialSpec) -> RankCode | None:
@@ -95,11 +117,9 @@ def contributor_index(mesh: Mesh, end: End, dp_rank: int) -> int:
     return dp_rank if end is End.WTE else mesh.dp + dp_rank
 
 
-def signature(spec: TrialSpec, end: End | None, dp_rank: int, device: torch.device) -> Signature | None:
-    """What this rank signs with; None where it holds no end, or the trial has no code."""
+def sign_gradients(spec: TrialSpec, tied: nn.Parameter | None, end: End | None, dp_rank: int) -> Signer | NoSigner:
+    """From now on this rank's tied gradient carries its code, if the trial has one and the rank an end."""
     code = rank_code(spec)
-    if code is None or end is None:
-        return None
-    num_elements = spec.model.vocab_size * spec.model.hidden_size
-    code_P = code.code(contributor_index(spec.mesh, end, dp_rank), num_elements)
-    return Signature(code.multiplier, code_P.to(device, torch.float32))
+    if code is None or tied is None or end is None:
+        return NoSigner()
+    return Signer(tied, code, contributor_index(spec.mesh, end, dp_rank))

@@ -32,18 +32,20 @@ from workers.contract import (
 from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding, Replay
 from workers.faults import Striker
-from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into, select
-from workers.grad_sync import prescale_for, sync_gradients
+from workers.grad_buffer import select
+from workers.grad_sync import prescale_for
 from workers.intervals import Interval
 from workers.layout import BufferLayout, build_layout
-from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members
+from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, microbatches, seed_weights
-from workers.optimizer import ShardedOptimizer
+from workers.optimizer import optimizer_for
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
 from workers.parameters import stage_parameters, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
-from workers.rank_code import rank_code, signature
+from workers.rank_code import rank_code, sign_gradients
+from workers.stacks.protocol import Stack, StackContext
+from workers.stacks.reference import ReferenceStack
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -113,22 +115,34 @@ class RankTrial:
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
-        module = build_stage(spec, at.pp_rank, device)
-        self._module = module
+        self._module = build_stage(spec, at.pp_rank, device)
+        tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
+        self._tied = None if tied_name is None else self._module.get_parameter(tied_name)
+        self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         layout = stage_layout(spec, self._ordering, at.pp_rank)
-        self._tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
-        signed = signature(spec, self._end, at.dp_rank, device)
-        self._grads = GradBuffer(layout, device, self._tied_name, signed)
-        self._weights = ParameterBuffer(module, layout)
-        accumulate_into(module, self._grads)
-        members = dp_members(spec.mesh, at.pp_rank)
-        self._optimizer = ShardedOptimizer(
-            spec.probe, self._weights, self._grads, members, at.world_rank, self._ordering.distributed_optimizer
-        )
-        self._pipeline = Pipeline(module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self._shards = [layout.owned_intervals(tied_name, shard) for shard in range(spec.mesh.dp)] if tied_name else []
+        self._stack = self._build_stack(groups, layout)
+        self._pipeline = Pipeline(self._module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
-        self._initial_digest = digest([self._weights.values])
+        self._initial_digest = self._digest_weights()
+
+    def _build_stack(self, groups: MeshGroups, layout: BufferLayout) -> Stack:
+        spec, at = self._spec, self._at
+        holds_an_end = self._tied is not None and spec.mesh.pp > 1
+        context = StackContext(
+            mesh=spec.mesh,
+            at=at,
+            modules=(self._module,),
+            tied=self._tied,
+            dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
+            tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
+            communicator=self._communicator,
+            divisor=self._prescale.divisor,
+            num_microbatches=spec.batch.num_microbatches,
+            make_optimizer=optimizer_for(spec.probe),
+        )
+        return ReferenceStack(context, self._ordering, layout, self._prescale)
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -140,54 +154,46 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(self._grads.main_grad)
+        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._module.parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
-        self._optimizer.step(self._communicator)
+        self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(self._weights.values)
-        replica = ReplicaRow(self._initial_digest, digest([self._weights.values]))
+        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._module.parameters()))
+        replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
         self._compute_gradients(step)
-        sync_gradients(
-            self._ordering,
-            self._spec.mesh,
-            {self._at.world_rank: self._grads},
-            self._communicator,
-            self._prescale,
-            lambda _: None,
-        )
-        self._optimizer.step(self._communicator)
+        self._stack.finalize(lambda _: None)
+        self._stack.step()
 
     def _compute_gradients(self, step: int) -> float | None:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
             # What an update left could outgrow the exact range.
             seed_weights(self._module, self._spec, self._at.pp_rank, step)
-            self._optimizer.reload_masters()
-        self._grads.zero()
+            self._stack.weights_changed()
+        self._stack.zero_grad()
+        self._signer.begin_step()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
-        if self._end is None:
+        if self._tied is None:
             return None, []
+        grad_P = self._stack.grad(self._tied)
         if self._local_P is None:
-            self._local_P = torch.empty_like(self._tied_grad())
-        self._local_P.copy_(self._tied_grad())
+            self._local_P = torch.empty_like(grad_P)
+        self._local_P.copy_(grad_P)
         return self._local_P, self._trace(Phase.LOCAL)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
-        spec = self._spec
-        buffers = {self._at.world_rank: self._grads}
-
         upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
 
         def observe(phase: Phase) -> None:
@@ -197,36 +203,36 @@ class RankTrial:
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
-        sync_gradients(self._ordering, spec.mesh, buffers, self._communicator, self._prescale, observe)
-        last = trace[-spec.mesh.dp :]
+        self._stack.finalize(observe)
+        last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
     def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied_name is None:
+        if self._end is None or self._tied is None:
             return []
-        grad_P = self._tied_grad()
+        grad_P = self._stack.grad(self._tied)
         rows = []
-        for shard in range(self._spec.mesh.dp):
-            part_n = select(grad_P, self._grads.layout.owned_intervals(self._tied_name, shard))
+        for shard, owned in enumerate(self._shards):
+            part_n = select(grad_P, owned)
             total, l2 = moments(part_n)
             rows.append(TraceRow(phase, self._end, shard, part_n.numel(), total, l2, digest([part_n])))
         return rows
 
     def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
-        if local_P is None or self._tied_name is None or self._end is None:
+        if local_P is None or self._tied is None or self._end is None:
             return (), None
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         holding = Holding(
             local_P=local_P,
             replay=self._replay(self._spec, step, neighbour, self._end),
-            synced_P=self._tied_grad(),
-            weight_P=self._weights.parameter(self._tied_name),
+            synced_P=self._stack.grad(self._tied),
+            weight_P=self._tied.detach().flatten(),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
 
-    def _tied_grad(self) -> Tensor:
-        return self._grads.tied_grad()
+    def _digest_weights(self) -> str:
+        return digest([torch.cat([parameter.detach().flatten() for parameter in self._module.parameters()])])
 
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
@@ -302,11 +308,11 @@ def moments(values_n: Tensor) -> tuple[float, float]:
     return float(total), float(squared.sqrt())
 
 
-def count_nonfinite(values_N: Tensor) -> int:
-    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most buffers."""
-    if math.isfinite(float(values_N.sum())):
+def count_nonfinite(*tensors: Tensor) -> int:
+    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most tensors."""
+    if math.isfinite(float(torch.stack([values_N.sum(dtype=torch.float32) for values_N in tensors]).sum())):
         return 0
-    return int(torch.count_nonzero(~torch.isfinite(values_N)))
+    return sum(int(torch.count_nonzero(~torch.isfinite(values_N))) for values_N in tensors)
 
 
 def _relabel(row: TraceRow, phase: Phase) -> TraceRow:

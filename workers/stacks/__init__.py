@@ -1,0 +1,1 @@
+"""Whose code synchronises: the reference stack under the catalogue's orderings, or somebody else's."""
