@@ -78,7 +78,12 @@ class JudgedMesh:
             Replay(self.replayed[neighbour], self.floor),
             self.synced[rank],
             torch.zeros_like(self.local[rank]),
+            self.answer if self.spec.probe is ProbeName.EXACT else None,
         )
+
+    def answer(self) -> Tensor:
+        """The true sum of all of the tied weight."""
+        return torch.stack(list(self.replayed.values())).double().sum(dim=0)
 
     def owned(self, rank: int) -> list[int]:
         intervals = self.expectation.owned[self.holders.index(rank)]
@@ -97,6 +102,10 @@ class JudgedMesh:
         generator = torch.Generator().manual_seed(rank)
         for placed in layout.params:
             buffer.grad(placed.name).copy_(self._values(placed.stop - placed.start, generator))
+        code = self.expectation.code
+        if code is not None and rank in self.holders:
+            tied_P = buffer.tied_grad()
+            tied_P.copy_(code.sign(tied_P.long(), self.holders.index(rank)))
         return buffer
 
     def _values(self, size: int, generator: torch.Generator) -> Tensor:

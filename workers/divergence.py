@@ -20,7 +20,9 @@ from torch import Tensor
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
 from workers.contract import DivergenceRow, End, ProbeName, TiedRow
-from workers.exchange import Exchange, Expectation, Holding, Piece, positions
+from workers.deviation import Attribution
+from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
+from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
@@ -49,7 +51,7 @@ def judge_end(expectation: Expectation, holding: Holding, world_rank: int, commu
     exchange = Exchange(expectation, world_rank, holding, communicator)
     for round_index in range(exchange.num_rounds):
         owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned))
+    return owner.conclude(select(holding.synced_P, owner.owned), holding.answer)
 
 
 class _Owner:
@@ -71,6 +73,7 @@ class _Owner:
         self._last: int | None = None
         self._replayed = False
         self._tied = False
+        self._attribution = Attribution(expectation, index)
 
     def add(self, piece: Piece) -> None:
         """Judge one piece."""
@@ -118,6 +121,7 @@ class _Owner:
         error: Tensor,
         terms: Tensor,
     ) -> None:
+        self._attribute(piece, synced, terms, bound, ~(error <= bound))
         misowned = torch.zeros_like(error, dtype=torch.bool)
         for local in positions(piece.intervals, intersect(self._expectation.misowned, piece.intervals)):
             misowned[local.start : local.stop] = True
@@ -142,6 +146,13 @@ class _Owner:
         self._sum("value_truth", synced.dot(truth))
         self._sum("error_squared", error.dot(error))
 
+    def _attribute(self, piece: Piece, synced: Tensor, terms: Tensor, bound: Tensor, diverged: Tensor) -> None:
+        """Tell whose share is wrong where the sum is not that of what the contributors gave."""
+        wrong_n = diverged & ~((synced - terms.sum(dim=0)).abs() <= bound)
+        if wrong_n.any():
+            elements_n = element_ids(piece.intervals, wrong_n.device)
+            self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
+
     def _judge_reference(
         self, piece: Piece, synced: Tensor, terms: Tensor, replayed: Tensor, floor_C: Tensor, bound: Tensor
     ) -> None:
@@ -149,7 +160,10 @@ class _Owner:
         truth, missing = self._truth(replayed, piece.intervals)
         allowed = self._bound(replayed).maximum(bound) + 2 * floor_C.sum()
         exceeded = ~((synced - (truth - missing)).abs() <= allowed)
-        exceeded |= (~((terms - replayed).abs() <= 2 * floor_C[:, None])).any(dim=0)
+        astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
+        if astray_Cn.any():
+            self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
+        exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
         self._peak("reference_error", (synced - truth).abs())
@@ -167,7 +181,7 @@ class _Owner:
             self._count("weights", piece.weight_n.numel())
             self._peak("weights", (piece.weight_n.double() - piece.other_weight_n.double()).abs())
 
-    def conclude(self, synced_owned: Tensor) -> EndJudgement:
+    def conclude(self, synced_owned: Tensor, answer: Answer | None) -> EndJudgement:
         """The rows, once every piece is in."""
         counts, peaks, sums = self._counts, self._peaks, self._sums
         truth_squared = sums["truth_squared"]
@@ -191,6 +205,7 @@ class _Owner:
             sum=sums["value"],
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
+            deviations=self._attribution.conclude(answer),
         )
         return EndJudgement(divergence, self._tied_row() if self._tied else None)
 
@@ -265,6 +280,11 @@ def element_at(intervals: Intervals, position: int) -> int:
             return interval.start + position
         position -= size
     raise IndexError(f"position {position} lies past the last of {len(intervals)} intervals")
+
+
+def element_ids(intervals: Intervals, device: torch.device) -> Tensor:
+    """The elements of laid-out intervals, in order. Int64 [n]."""
+    return torch.cat([torch.arange(interval.start, interval.stop, device=device) for interval in intervals])
 
 
 def _ratio(error: Tensor, bound: Tensor) -> Tensor:

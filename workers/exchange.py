@@ -8,7 +8,7 @@ the order of `workers.mesh.ends_members`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
 PIECE_TERMS = 1 << 24
 """Most elements times contributors judged at a time: bounds the memory of judging, however wide the mesh."""
+
+
+Answer = Callable[[], Tensor]
+"""The true sum of the whole tied weight, code included and unscaled: int64 [P], as the integer answer gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Holding:
     """The replay of the *next* dp_rank's contribution to the same end: nobody vouches for himself."""
     synced_P: Tensor
     weight_P: Tensor
+    answer: Answer | None = None
+    """Called only where elements are wrong that nothing else explains."""
 
 
 @dataclass(frozen=True, slots=True)

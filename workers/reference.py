@@ -93,6 +93,15 @@ def signed_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradi
     return TiedGradients(signed[0], signed[1] if len(signed) > 1 else None)
 
 
+def signed_tied_sum(spec: TrialSpec, step: int) -> torch.Tensor:
+    """The whole tied weight's true sum over all contributors, code included and unscaled: int64 [V * H], on CPU."""
+    parts = (signed_tied_gradients(spec, step, dp_rank) for dp_rank in range(spec.mesh.dp))
+    total_P = torch.zeros(spec.model.vocab_size * spec.model.hidden_size, dtype=torch.int64)
+    for part in parts:
+        total_P += part.wte_P if part.lm_head_P is None else part.wte_P + part.lm_head_P
+    return total_P
+
+
 def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:
     """The two ends as separate leaves, or the one shared weight."""
     first = stages[0].get_parameter("embedding.word_embeddings.weight")

@@ -30,7 +30,7 @@ from workers.contract import (
     TrialSpec,
 )
 from workers.divergence import judge_end
-from workers.exchange import Expectation, Holding, Replay
+from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import Striker
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
@@ -44,6 +44,7 @@ from workers.parameters import stage_parameters, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import trial_misowned
 from workers.rank_code import rank_code, sign_gradients
+from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 
@@ -54,6 +55,9 @@ _RANK_PHASES = {
 }
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+
+MAX_ANSWER_ELEMENTS = 1 << 26
+"""Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
 class PhaseClock:
@@ -227,9 +231,18 @@ class RankTrial:
             replay=self._replay(self._spec, step, neighbour, self._end),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
+            answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
+
+    def _answer(self, step: int) -> Answer | None:
+        """The integer answer of every element, where there is one and one rank may take the time to compute it."""
+        spec = self._spec
+        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
+            return None
+        return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._module.parameters()])])
