@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from workers.faults import read_drill
+
 MODEL_SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "seq_len")
 
 
@@ -44,11 +46,11 @@ def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def parse_drill(text: str) -> dict[str, Any]:
-    """FAULT[:WORLD_RANK[:STEP]]."""
-    fault, *numbers = text.split(":")
-    if not fault or len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
-        raise UsageFault(f"--drill {text}: needs the form FAULT[:WORLD_RANK[:STEP]], as kill_in_collective:1:0")
-    return {"fault": fault} | dict(zip(("world_rank", "step"), map(int, numbers), strict=False))
+    """FAULT[:WORLD_RANK|@NODE[:STEP[:PROBABILITY]]]."""
+    try:
+        return read_drill(text)
+    except ValueError as error:
+        raise UsageFault(f"--drill {text}: {error}") from None
 
 
 def _parse_sizes(text: str) -> dict[str, int]:

@@ -25,17 +25,22 @@ def run_world(
     timeout_s: float = TIMEOUT_S,
     device: Device = Device.CPU,
     backend: str = "gloo",
+    nodes: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Call `target(session, *arguments)` on every rank; results by world_rank. Raises what the first rank raised."""
+    """Call `target(session, *arguments)` on every rank; results by world_rank. Raises what the first rank raised.
+
+    `nodes` names the node of each rank; without it all are on this machine's.
+    """
     from workers.session import host_store
 
     _store, port = host_store("127.0.0.1", timeout_s)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
     processes = []
     for world_rank, (_, sender) in enumerate(pipes):
+        node = nodes[world_rank] if nodes else None
         process = CONTEXT.Process(
             target=_rank_main,
-            args=(port, world_rank, world_size, sender, target, arguments, device, backend),
+            args=(port, world_rank, world_size, sender, target, arguments, device, backend, node),
             daemon=True,
         )
         process.start()
@@ -81,6 +86,7 @@ def _rank_main(
     arguments: Any,
     device: Device,
     backend: str,
+    node: str | None,
 ) -> None:
     import torch
 
@@ -91,7 +97,7 @@ def _rank_main(
         store = connect_store("127.0.0.1", port, TIMEOUT_S)
         if device is Device.CUDA:
             torch.cuda.set_device(0)
-        session = RankSession.join(store, world_rank, world_size, device, 60.0, backend=backend)
+        session = RankSession.join(store, world_rank, world_size, device, 60.0, node, backend)
         sender.send((True, target(session, *arguments)))
         session.close()
     except BaseException:

@@ -49,9 +49,10 @@ class Device(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The order of microbatches in a pipeline."""
+    """The order of microbatches in a pipeline. With several chunks a rank (vpp) 1F1B is interleaved."""
 
     ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
 
 
 class Launcher(StrEnum):
@@ -130,6 +131,15 @@ class Mesh:
         """Number of ranks."""
         return self.dp * self.pp * self.tp
 
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into: vpp for each pipeline rank."""
+        return self.pp * self.vpp
+
+    def stages(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, by chunk: pp_rank, pp_rank + pp, pp_rank + 2 pp ..."""
+        return tuple(range(pp_rank, self.num_stages, self.pp))
+
     def world_rank(self, dp_rank: int, pp_rank: int, tp_rank: int = 0) -> int:
         """The world rank at these coordinates."""
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
@@ -172,12 +182,17 @@ NAMED_MODELS: dict[str, ModelSpec] = {"tiny": TINY}
 class Drill:
     """A fault injected on purpose (`workers.faults`); a validation with one never counts for admission.
 
-    `fault` is a name of the fault catalogue; it strikes on `world_rank` in step `step` of every trial.
+    `fault` is a name of the fault catalogue. It is bound to a rank, or to a node and then strikes on every rank there
+    (wherever ranks are placed), in step `step` of every trial in which the draw of that trial says so.
     """
 
     fault: str
-    world_rank: int
+    world_rank: int | None = None
     step: int = 0
+    node: str | None = None
+    """As in `Fingerprint.node`."""
+    probability: float = 1.0
+    """Of a strike on one rank in one trial, drawn from the trial's seed: the same request strikes the same trials."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
-"""Faults injected on purpose by drills: what can break a rank around a collective of the data-parallel sync.
+"""The catalogue of faults that a drill can inject, and when one strikes.
 
-Each strikes once, on the drill's world_rank in the drill's step of the first trial that reaches it.
+Pure data and pure rules: requests are checked against it where torch must not be loaded. How a fault perturbs a step
+is in `workers.strikes`; nothing here or there touches a report.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
 
-from workers.communicator import Moment
-from workers.contract import Drill, RankPhase
-from workers.errors import DrillError
+from workers.contract import Drill, TrialSpec
 
 
 class FaultName(StrEnum):
@@ -25,35 +26,57 @@ class FaultName(StrEnum):
     KILL_BEFORE = "kill_before_collective"
     KILL_IN = "kill_in_collective"
     KILL_AFTER = "kill_after_collective"
-
-
-_MOMENTS = {
-    FaultName.RAISE_BEFORE: Moment.BEFORE,
-    FaultName.KILL_BEFORE: Moment.BEFORE,
-    FaultName.RAISE_IN: Moment.IN,
-    FaultName.KILL_IN: Moment.IN,
-    FaultName.RAISE_AFTER: Moment.AFTER,
-    FaultName.KILL_AFTER: Moment.AFTER,
-}
+    BIT_IN_RECEIVE_BUFFER = "bit_flipped_in_receive_buffer"
 
 
 @dataclass(frozen=True, slots=True)
-class Striker:
-    """Watches one rank's collectives and strikes at the drill's moment, in phase `dp_sync` of the drill's step."""
+class Fault:
+    """One entry of the catalogue."""
 
-    drill: Drill
-    where: Callable[[], tuple[RankPhase, int | None]]
-    """Tells the rank's phase and step."""
-
-    def __call__(self, moment: Moment) -> None:
-        """Called by the communicator before, in and after each collective."""
-        fault = FaultName(self.drill.fault)
-        if _MOMENTS[fault] is moment and self.where() == (RankPhase.DP_SYNC, self.drill.step):
-            strike(fault)
+    name: FaultName
+    summary: str
+    """What the struck rank does, in one sentence."""
 
 
-def strike(fault: FaultName) -> None:
-    """Break this process. Raises DrillError, or does not return."""
-    if fault in (FaultName.KILL_BEFORE, FaultName.KILL_IN, FaultName.KILL_AFTER):
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise DrillError(f"drill {fault.value}: this rank was told to break here; run without `drill` to validate for real")
+_SUMMARIES = {
+    FaultName.RAISE_BEFORE: "Raises before a collective of the data-parallel sync.",
+    FaultName.RAISE_IN: "Raises with a collective of the data-parallel sync issued and not yet waited for.",
+    FaultName.RAISE_AFTER: "Raises after a collective of the data-parallel sync.",
+    FaultName.KILL_BEFORE: "Is killed before a collective of the data-parallel sync.",
+    FaultName.KILL_IN: "Is killed with a collective of the data-parallel sync issued and not yet waited for.",
+    FaultName.KILL_AFTER: "Is killed after a collective of the data-parallel sync.",
+    FaultName.BIT_IN_RECEIVE_BUFFER: "One bit is flipped in what each collective of the data-parallel sync left here.",
+}
+
+FAULTS: Mapping[FaultName, Fault] = MappingProxyType({name: Fault(name, _SUMMARIES[name]) for name in FaultName})
+"""Every fault by its name."""
+
+
+def is_struck(spec: TrialSpec, world_rank: int, node: str) -> bool:
+    """Whether the trial's drill strikes on this rank: it is bound to it or to its node, and the draw says so."""
+    drill = spec.drill
+    if drill is None or (drill.world_rank != world_rank if drill.node is None else drill.node != node):
+        return False
+    return draw(spec, drill, world_rank) < drill.probability
+
+
+def draw(spec: TrialSpec, drill: Drill, world_rank: int) -> float:
+    """A number in [0, 1) that follows from the trial's seed and names alone, evenly spread over trials and ranks."""
+    what = (spec.seed, spec.repeat, spec.probe.value, spec.ordering.value, drill.fault, drill.step, world_rank)
+    drawn = blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(drawn, "big") / 2**64
+
+
+DRILL_FORM = "FAULT[:WORLD_RANK|@NODE[:STEP[:PROBABILITY]]]"
+_DRILL = re.compile(
+    r"(?P<fault>[^:]+)(:((?P<world_rank>\d+)|@(?P<node>[^:]+))(:(?P<step>\d+)(:(?P<probability>\d*\.?\d+))?)?)?"
+)
+
+
+def read_drill(text: str) -> dict[str, Any]:
+    """The fields of a drill written as `DRILL_FORM`; what was left out is left out. ValueError for another form."""
+    found = _DRILL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"needs the form {DRILL_FORM}, as kill_in_collective:1:0")
+    kinds = {"fault": str, "world_rank": int, "node": str, "step": int, "probability": float}
+    return {name: kinds[name](value) for name, value in found.groupdict().items() if value is not None}

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -205,6 +205,8 @@ class TrainTask:
     timeout_s: float
     host: Any
     """Handle of an actor with `tell(list)`."""
+    node_names: Mapping[str, str]
+    """The operator's name of each Ray node, by its id."""
 
 
 def train_rank(config: dict[str, TrainTask]) -> None:
@@ -216,11 +218,11 @@ def train_rank(config: dict[str, TrainTask]) -> None:
     from workers.session import RankSession
 
     task = config["task"]
-    session = RankSession.adopt(task.device, task.timeout_s)
+    node_id = ray.get_runtime_context().get_node_id()
+    session = RankSession.adopt(task.device, task.timeout_s, task.node_names.get(node_id))
     beacon = Beacon(task.collector, session.world_rank)
     session.on_position = beacon.send
     beacon.send(session.position())
-    node_id = ray.get_runtime_context().get_node_id()
     tell = task.host.tell.options(concurrency_group="ears").remote
     # Waited for: a rank that is killed in its first step must already have said where it is.
     ray.get(tell([Joined(session.world_rank, node_id, session.fingerprint())]))

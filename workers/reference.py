@@ -22,7 +22,7 @@ from workers.rank_code import contributor_index, rank_code
 class TiedGradients(NamedTuple):
     """One dp rank's local gradients of the tied weight, flat, on each end.
 
-    With pp = 1 there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
+    With a single stage there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
     """
 
     wte_P: torch.Tensor
@@ -41,7 +41,7 @@ def replay_tied_gradients(
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )
-    stages = [build_stage(spec, pp_rank, device, step) for pp_rank in range(spec.mesh.pp)]
+    stages = [build_stage(spec, stage, device, step) for stage in range(spec.mesh.num_stages)]
     if dtype is not None:
         stages = [stage.to(dtype) for stage in stages]
     weights = _tied_weights(stages)
@@ -77,7 +77,7 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
     lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
     _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
-    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.pp == 1 else TiedGradients(wte_P, lm_head_P)
+    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.num_stages == 1 else TiedGradients(wte_P, lm_head_P)
 
 
 def signed_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:

@@ -154,7 +154,7 @@ class RankSession:
         self._clock.enter(RankPhase.FORMING, trial_index)
         groups = self.mesh_groups(spec.mesh)
         coordinates = spec.mesh.coordinates(self.world_rank)
-        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays)
+        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays, self._node)
 
     def mesh_groups(self, mesh: Mesh) -> MeshGroups:
         """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.checks.replicas import digest
-from workers.communicator import ProcessGroups
+from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
     Coordinates,
     DivergenceRow,
@@ -31,22 +31,23 @@ from workers.contract import (
 )
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
-from workers.faults import Striker
+from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
-from workers.intervals import Interval
-from workers.layout import BufferLayout, build_layout
+from workers.intervals import Interval, Intervals
+from workers.layout import BufferLayout
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import optimizer_for
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
-from workers.parameters import stage_parameters, tied_parameter_name
+from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
-from workers.prediction import trial_misowned
+from workers.prediction import stage_layout, trial_misowned
 from workers.rank_code import rank_code, sign_gradients
 from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
+from workers.strikes import arm
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
@@ -101,6 +102,7 @@ class RankTrial:
         device: torch.device,
         clock: PhaseClock,
         replay: ReplaySource,
+        node: str,
     ) -> None:
         self._spec = spec
         self._trial_index = trial_index
@@ -111,42 +113,52 @@ class RankTrial:
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
         self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
         self._expectation = expect(spec, self._ordering)
-        if spec.drill is not None and spec.drill.world_rank == coordinates.world_rank:
-            self._communicator.intercept = Striker(spec.drill, lambda: (clock.position.phase, clock.position.step))
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
-        self._module = build_stage(spec, at.pp_rank, device)
-        tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
-        self._tied = None if tied_name is None else self._module.get_parameter(tied_name)
+        self._stages = spec.mesh.stages(at.pp_rank)
+        self._modules = tuple(build_stage(spec, stage, device) for stage in self._stages)
+        layouts = [stage_layout(spec, stage) for stage in self._stages]
+        self._tied: nn.Parameter | None = None
+        self._shards: list[Intervals] = []
+        for stage, module, layout in zip(self._stages, self._modules, layouts, strict=True):
+            if name := tied_parameter_name(spec.mesh.num_stages, stage):
+                self._tied = module.get_parameter(name)
+                self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
         self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
-        layout = stage_layout(spec, self._ordering, at.pp_rank)
-        self._shards = [layout.owned_intervals(tied_name, shard) for shard in range(spec.mesh.dp)] if tied_name else []
-        self._stack = self._build_stack(groups, layout)
-        self._pipeline = Pipeline(self._module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self._stack = self._build_stack(groups, layouts)
+        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = self._digest_weights()
 
-    def _build_stack(self, groups: MeshGroups, layout: BufferLayout) -> Stack:
+    def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
         spec, at = self._spec, self._at
         holds_an_end = self._tied is not None and spec.mesh.pp > 1
         context = StackContext(
             mesh=spec.mesh,
             at=at,
-            modules=(self._module,),
+            modules=self._modules,
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
-            communicator=self._communicator,
+            communicator=self._struck(self._communicator),
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
         )
-        return ReferenceStack(context, self._ordering, layout, self._prescale)
+        return ReferenceStack(context, self._ordering, layouts, self._prescale)
+
+    def _struck(self, communicator: ProcessGroups) -> Communicator:
+        """What the stack under test talks through; the judge has its own."""
+        drill = self._spec.drill
+        if drill is None or not is_struck(self._spec, self._at.world_rank, self._node):
+            return communicator
+        return arm(drill, communicator, lambda: (self._clock.position.phase, self._clock.position.step))
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -158,7 +170,7 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._module.parameters()))
+        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
@@ -166,7 +178,7 @@ class RankTrial:
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._module.parameters()))
+        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
@@ -181,7 +193,8 @@ class RankTrial:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
             # What an update left could outgrow the exact range.
-            seed_weights(self._module, self._spec, self._at.pp_rank, step)
+            for stage, module in zip(self._stages, self._modules, strict=True):
+                seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
         self._signer.begin_step()
@@ -245,7 +258,11 @@ class RankTrial:
         return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
-        return digest([torch.cat([parameter.detach().flatten() for parameter in self._module.parameters()])])
+        return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks of this rank."""
+        return (parameter for module in self._modules for parameter in module.parameters())
 
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
@@ -281,23 +298,17 @@ class RankTrial:
         )
 
 
-def stage_layout(spec: TrialSpec, ordering: Ordering, pp_rank: int) -> BufferLayout:
-    """The buffer layout of one stage under an ordering. Raises LayoutAssertionError where that version would."""
-    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, pp_rank)
-    return build_layout(parameters, ordering.rule, spec.mesh.dp)
-
-
 def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     """What the ordering does to the tied weight: pure, the same on every rank."""
     mesh = spec.mesh
     owned = []
+    everything = (Interval(0, spec.model.vocab_size * spec.model.hidden_size),)
     for world_rank in ends_members(mesh):
         at = mesh.coordinates(world_rank)
-        layout = stage_layout(spec, ordering, at.pp_rank)
-        name = tied_parameter_name(mesh.pp, at.pp_rank) or ""
-        placed = layout.param(name)
-        everything = (Interval(0, placed.stop - placed.start),)
-        owned.append(layout.owned_intervals(name, at.dp_rank) if ordering.distributed_optimizer else everything)
+        stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
+        name = tied_parameter_name(mesh.num_stages, stage) or ""
+        owned_here = stage_layout(spec, stage).owned_intervals(name, at.dp_rank)
+        owned.append(owned_here if ordering.distributed_optimizer else everything)
     return Expectation(
         probe=spec.probe,
         mesh=mesh,

@@ -23,6 +23,7 @@ from workers.contract import (
     ProbeName,
     Schedule,
 )
+from workers.faults import FAULTS
 from workers.plan import ExperimentSpec, resolve
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
@@ -49,9 +50,10 @@ class MeshRequest(Strict):
     dp: int = Field(default=2, json_schema_extra={"minimum": 1})
     """Data-parallel replicas."""
     pp: int = Field(default=2, json_schema_extra={"minimum": 1})
-    """Pipeline stages."""
+    """Pipeline ranks."""
     tp: int = Field(default=1, json_schema_extra={"minimum": 1})
     vpp: int = Field(default=1, json_schema_extra={"minimum": 1})
+    """Model chunks a rank; with 2 or more, 1F1B is interleaved. Needs pp >= 2 and pp x vpp layers."""
 
     def spec(self) -> Mesh:
         """The same mesh for a plan."""
@@ -88,7 +90,7 @@ class BatchRequest(Strict):
 
     micro_batch_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     num_microbatches: int | None = Field(default=None, json_schema_extra={"minimum": 1})
-    """At least pp."""
+    """At least pp for 1F1B; a multiple of pp where vpp > 1."""
 
 
 class PlacementRequest(Strict):
@@ -104,9 +106,20 @@ class PlacementRequest(Strict):
 class DrillRequest(Strict):
     """A fault injected on purpose; a validation with one never counts for admission."""
 
-    fault: str = Field(max_length=64)
-    world_rank: int = Field(default=0, json_schema_extra={"minimum": 0})
+    fault: str = Field(max_length=64, json_schema_extra={"enum": list(FAULTS)})
+    world_rank: int | None = Field(default=None, json_schema_extra={"minimum": 0})
+    """The rank that is struck; 0 where neither this nor `node` is given."""
     step: int = Field(default=0, json_schema_extra={"minimum": 0})
+    """In which step of every trial."""
+    node: NodeName | None = None
+    """Strike every rank on this node instead, wherever ranks are placed. Named as in `fingerprint`."""
+    probability: float = Field(default=1.0, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    """Of a strike on one rank in one trial; drawn from the seed, so that the same request strikes alike."""
+
+    def spec(self) -> Drill:
+        """The same drill for a plan, bound to something."""
+        unbound = self.world_rank is None and self.node is None
+        return Drill(**self.model_dump() | ({"world_rank": 0} if unbound else {}))
 
 
 class ValidateRequest(Strict):
@@ -118,6 +131,7 @@ class ValidateRequest(Strict):
     """A known name, or sizes. Sizes apply to both probes; with a name, `exact` keeps its own default."""
     batch: BatchRequest | None = None
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    """`1f1b` is interleaved where mesh.vpp > 1; `gpipe` runs all forwards before all backwards, and needs vpp 1."""
     overlap: bool = False
     bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]
@@ -150,7 +164,7 @@ class ValidateRequest(Strict):
             dtype=self.dtype,
             device=self.device,
             seed=self.seed,
-            drill=Drill(**self.drill.model_dump()) if self.drill else None,
+            drill=self.drill.spec() if self.drill else None,
         )
         chosen = self.batch.model_dump(exclude_none=True) if self.batch else {}
         filled = resolve(spec)
@@ -158,4 +172,8 @@ class ValidateRequest(Strict):
 
     def stored(self, spec: ExperimentSpec) -> dict[str, Any]:
         """The request as it is stored and given back: every default filled in."""
-        return self.model_dump(mode="json") | {"batch": asdict(spec.batch) if spec.batch else None}
+        filled = {
+            "batch": asdict(spec.batch) if spec.batch else None,
+            "drill": asdict(spec.drill) if spec.drill else None,
+        }
+        return self.model_dump(mode="json") | filled

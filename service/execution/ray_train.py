@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -56,6 +56,7 @@ class TrainPlan:
     selectors: tuple[dict[str, str], ...]
     trials: tuple[TrialSpec, ...]
     collector: Collector
+    node_names: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def build_trainer(plan: TrainPlan, mailbox: Any) -> Any:
             return [each for each in callbacks if type(each).__name__ != "PlacementGroupCleanerCallback"]
 
     cuda = plan.shape.device is Device.CUDA
-    task = TrainTask(plan.trials, plan.shape.device, plan.collector, GROUP_TIMEOUT_S, mailbox)
+    task = TrainTask(plan.trials, plan.shape.device, plan.collector, GROUP_TIMEOUT_S, mailbox, plan.node_names)
     return JobOwnedTrainer(
         train_rank,
         train_loop_config={"task": task},
@@ -192,7 +193,7 @@ class TrainGang:
         self._all_joined: asyncio.Future[None] = self._loop.create_future()
         self._ended = asyncio.Event()
         selectors = tuple(bundle_selectors(nodes, shape.world_size, shape.device, shape.placement))
-        self._start(TrainPlan(name, site, shape, selectors, tuple(trials), collector))
+        self._start(TrainPlan(name, site, shape, selectors, tuple(trials), collector, self._node_ids))
 
     def _start(self, plan: TrainPlan) -> None:
         self._connection, theirs = Pipe()

@@ -12,6 +12,7 @@ import pytest
 from service.api.documents import ValidationDocument
 from service.storage import capacity
 from service.storage.capacity import CapacitySnapshot
+from workers.faults import FAULTS
 
 DEFAULT_REQUEST = {
     "cluster": "default",
@@ -84,10 +85,18 @@ async def test_a_new_validation_has_exactly_the_contracts_shape(api):
         ({"steps": 50, "repeats": 50}, "repeats", 50),
         ({"orderings": ["buggy", "best"]}, "orderings[1]", "best"),
         ({"orderings": []}, "orderings", "[]"),
+        ({"mesh": {"vpp": 3}}, "mesh.vpp", 3),
+        ({"mesh": {"vpp": 2}, "schedule": "gpipe"}, "schedule", "gpipe"),
+        ({"mesh": {"vpp": 2}, "batch": {"num_microbatches": 3}}, "batch.num_microbatches", 3),
         ({"overlap": True}, "overlap", True),
         ({"seed": -1}, "seed", -1),
         ({"drill": {"fault": "kill_in_collective", "world_rank": 4}}, "drill.world_rank", 4),
         ({"drill": {"fault": "flood"}}, "drill.fault", "flood"),
+        ({"drill": {"fault": "kill_in_collective", "world_rank": 1, "node": "n"}}, "drill.node", "n"),
+        ({"drill": {"fault": "kill_in_collective", "step": 2}}, "drill.step", 2),
+        ({"drill": {"fault": "kill_in_collective", "probability": 0.0}}, "drill.probability", 0.0),
+        ({"drill": {"fault": "kill_in_collective", "probability": "often"}}, "drill.probability", "often"),
+        ({"drill": {"world_rank": 1}}, "drill.fault", None),
         ({"labels": {"team": 3}}, "labels.team", 3),
         ({"steps": True}, "steps", True),
         ({"colour": "red"}, "colour", "red"),
@@ -285,3 +294,24 @@ async def test_progress_does_not_make_a_waiting_request_read(api, app, dispatche
     response = await api.post("/validate", json={"cluster": "quiet"}, headers={"Prefer": "wait=3"})
     assert response.status_code == 200
     assert await running == 0
+
+
+async def test_an_unknown_fault_is_answered_with_the_catalogue(api):
+    problem = (await api.post("/validate", json={"drill": {"fault": "flood"}})).json()
+    [error] = problem["errors"]
+    assert all(name in error["rule"] for name in FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        ({}, {"world_rank": 0, "node": None}),
+        ({"world_rank": 3}, {"world_rank": 3, "node": None}),
+        ({"node": "node-b"}, {"world_rank": None, "node": "node-b"}),
+    ],
+)
+async def test_a_drill_is_stored_with_what_it_is_bound_to(api, given, bound):
+    response = await api.post("/validate", json={"drill": {"fault": "raise_in_collective"} | given})
+    assert response.status_code == 202
+    filled = {"fault": "raise_in_collective", "step": 0, "probability": 1.0} | bound
+    assert response.json()["request"]["drill"] == filled

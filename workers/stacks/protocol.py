@@ -13,7 +13,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from workers.communicator import ProcessGroups
+from workers.communicator import Communicator
 from workers.contract import Coordinates, Mesh
 from workers.grad_sync import Observer
 from workers.intervals import Intervals
@@ -34,7 +34,7 @@ class StackContext:
     """The replicas of this stage, by dp_rank."""
     tie_group: dist.ProcessGroup | None
     """The two holders of the tied weight in this pipeline; None where `tied` is, and where pp is 1."""
-    communicator: ProcessGroups
+    communicator: Communicator
     """The same groups with this package's collectives, which drills can strike; a stack need not use them."""
     divisor: int
     """What the sum over the dp replicas is divided by: dp, or for the exact probe a power of two."""

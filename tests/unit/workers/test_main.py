@@ -40,7 +40,7 @@ def refuse(*arguments: str) -> int:
         (("--dp", "1", "--model", "64,32,2,5,16"), "model.num_heads is 5"),
         (("--dp", "1", "--model", "64,32,1,4,16"), "mesh.pp is 2"),
         (("--dp", "1", "--drill", "explode:0"), "drill.fault is 'explode'"),
-        (("--dp", "1", "--drill", "raise_in_collective"), "use FAULT:WORLD_RANK[:STEP]"),
+        (("--dp", "1", "--drill", "raise_in_collective:-1"), "needs the form FAULT[:WORLD_RANK|@NODE"),
         (("--dp", "1", "--drill", "raise_in_collective:9"), "drill.world_rank is 9"),
         (("--dp", "1", "--steps", "0"), "steps is 0"),
         (("--dp", "one"), "invalid int value: 'one'"),

@@ -33,7 +33,7 @@ def test_every_field_arrives() -> None:
         "steps": 7,
         "device": "cpu",
         "seed": 5,
-        "drill": {"fault": "kill_in_collective", "world_rank": 1, "step": 3},
+        "drill": {"fault": "kill_in_collective", "node": "a", "step": 3, "probability": 0.25},
         "launcher": "ray_train",
         "placement": {"nodes": 2, "exclude": ["z", "a"], "strategy": "SPREAD", "devices_per_node": 1},
     }
@@ -44,7 +44,7 @@ def test_every_field_arrives() -> None:
     assert spec.batch == BatchSpec(2, 3)
     assert spec.orderings == (OrderingName.FIXED,)
     assert (spec.steps, spec.device, spec.seed) == (7, Device.CPU, 5)
-    assert spec.drill == Drill("kill_in_collective", 1, 3)
+    assert spec.drill == Drill("kill_in_collective", step=3, node="a", probability=0.25)
     assert start.launcher is Launcher.RAY_TRAIN
     assert start.placement == Placement(2, ("a", "z"), "SPREAD", 1)
 
