@@ -17,7 +17,7 @@ Factors = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
+class Mixture:
     """A set of elements in which one owner's value is not the true sum of all contributions."""
 
     elements: Intervals
@@ -41,20 +41,20 @@ class TiedSync:
     early: Intervals
     """Elements of wte that lie in a bucket scattered before their last gradient came."""
 
-    def deviations(self, end_index: int, dp_rank: int) -> tuple[Deviation, ...]:
+    def mixtures(self, end_index: int, dp_rank: int) -> tuple[Mixture, ...]:
         """Of the owner `dp_rank` at an end (0 for wte, 1 for lm_head); elements it does not own are included."""
         found = (
-            self._deviation(end_index, dp_rank, misowned, early)
+            self._mixture(end_index, dp_rank, misowned, early)
             for misowned, early in ((True, False), (False, True), (True, True))
         )
-        return tuple(deviation for deviation in found if deviation.elements)
+        return tuple(mixture for mixture in found if mixture.elements)
 
-    def _deviation(self, end_index: int, dp_rank: int, misowned: bool, early: bool) -> Deviation:
+    def _mixture(self, end_index: int, dp_rank: int, misowned: bool, early: bool) -> Mixture:
         """The owner's end holds the whole sum, the other end's only where it is owned by the same rank."""
         own = self._held(end_index, dp_rank, True, early and end_index == 0)
         other = self._held(1 - end_index, dp_rank, not misowned, early and end_index == 1)
         (whole_a, late_a), (whole_b, late_b) = (own, other) if end_index == 0 else (other, own)
-        return Deviation(self._elements(misowned, early), whole_a + whole_b, late_a + late_b)
+        return Mixture(self._elements(misowned, early), whole_a + whole_b, late_a + late_b)
 
     def _elements(self, misowned: bool, early: bool) -> Intervals:
         if misowned and early:

@@ -20,8 +20,10 @@ from torch import Tensor
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
 from workers.contract import DivergenceRow, End, ProbeName, TiedRow
-from workers.contributions import Deviation
-from workers.exchange import Exchange, Expectation, Holding, Piece, positions
+from workers.contributions import Mixture
+from workers.deviation import Attribution
+from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
+from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
@@ -61,7 +63,7 @@ def judge_end(expectation: Expectation, holding: Holding, world_rank: int, commu
     exchange = Exchange(expectation, world_rank, holding, communicator)
     for round_index in range(exchange.num_rounds):
         owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned))
+    return owner.conclude(select(holding.synced_P, owner.owned), holding.answer)
 
 
 class _Owner:
@@ -74,7 +76,7 @@ class _Owner:
         end_index, self._dp_rank = divmod(index, expectation.mesh.dp)
         self._end = end_of(expectation.mesh, 0 if end_index == 0 else expectation.mesh.pp - 1) or End.WTE
         tied_sync = expectation.tied_sync
-        self._deviations = tied_sync.deviations(end_index, self._dp_rank) if tied_sync else ()
+        self._mixtures = tied_sync.mixtures(end_index, self._dp_rank) if tied_sync else ()
         self.owned = expectation.owned[index]
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
@@ -83,6 +85,7 @@ class _Owner:
         self._last: int | None = None
         self._replayed = False
         self._tied = False
+        self._attribution = Attribution(expectation, index)
 
     def add(self, piece: Piece) -> None:
         """Judge one piece."""
@@ -99,7 +102,7 @@ class _Owner:
         self._judge_sync(piece, synced, closed, bound, terms)
         if replayed is not None and piece.floor_C is not None:
             floor_C = piece.floor_C.double() * factor
-            self._judge_reference(synced, terms, replayed, floor_C, self._closed_form(piece, replayed, bound))
+            self._judge_reference(piece, synced, terms, replayed, floor_C, self._closed_form(piece, replayed, bound))
         if piece.other_end_n is not None:
             self._compare_ends(piece, bound)
 
@@ -107,23 +110,23 @@ class _Owner:
         """What this ordering is predicted to leave at this owner; `terms_Cn` are scaled, `bound` is the true sum's."""
         truth = terms_Cn.sum(dim=0)
         closed = _ClosedForm(truth, torch.zeros_like(truth), torch.zeros_like(truth, dtype=torch.bool), bound.clone())
-        for deviation in self._deviations:
-            for local in positions(piece.intervals, intersect(deviation.elements, piece.intervals)):
+        for mixture in self._mixtures:
+            for local in positions(piece.intervals, intersect(mixture.elements, piece.intervals)):
                 here = slice(local.start, local.stop)
                 late_Cn = None if piece.late_Cn is None else piece.late_Cn[:, here].double()
-                missing, magnitude = self._missing(deviation, terms_Cn[:, here], late_Cn)
+                missing, magnitude = self._missing(mixture, terms_Cn[:, here], late_Cn)
                 closed.missing[here] = missing
                 closed.deviates[here] = True
                 # What comes late is added twice: to the local gradient, and to what had been scattered.
                 closed.bound[here] = bound[here].maximum(self._bound(magnitude, len(terms_Cn) + 2))
         return closed
 
-    def _missing(self, deviation: Deviation, terms_Cn: Tensor, late_Cn: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _missing(self, mixture: Mixture, terms_Cn: Tensor, late_Cn: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the true sum has and the owner's value lacks, and the sizes of the terms of that value."""
-        whole_C = terms_Cn.new_tensor(deviation.whole) / self._expectation.prescale.factor
+        whole_C = terms_Cn.new_tensor(mixture.whole) / self._expectation.prescale.factor
         missing, magnitude = (1 - whole_C) @ terms_Cn, whole_C.abs() @ terms_Cn.abs()
         if late_Cn is not None:
-            late_C = terms_Cn.new_tensor(deviation.late)
+            late_C = terms_Cn.new_tensor(mixture.late)
             missing, magnitude = missing - late_C @ late_Cn, magnitude + late_C.abs() @ late_Cn.abs()
         return missing, magnitude
 
@@ -135,6 +138,7 @@ class _Owner:
     def _judge_sync(self, piece: Piece, synced: Tensor, closed: _ClosedForm, bound: Tensor, terms: Tensor) -> None:
         truth, deviates = closed.truth, closed.deviates
         error = (synced - truth).abs()
+        self._attribute(piece, synced, terms, bound, ~(error <= bound))
         diverged = ~(error <= bound)
         as_predicted = (synced - (truth - closed.missing)).abs() <= closed.bound
         must = deviates & (closed.missing.abs() > bound + closed.bound)
@@ -156,13 +160,29 @@ class _Owner:
         self._sum("value_truth", synced.dot(truth))
         self._sum("error_squared", error.dot(error))
 
+    def _attribute(self, piece: Piece, synced: Tensor, terms: Tensor, bound: Tensor, diverged: Tensor) -> None:
+        """Tell whose share is wrong where the sum is not that of what the contributors gave."""
+        wrong_n = diverged & ~((synced - terms.sum(dim=0)).abs() <= bound)
+        if wrong_n.any():
+            elements_n = element_ids(piece.intervals, wrong_n.device)
+            self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
+
     def _judge_reference(
-        self, synced: Tensor, terms: Tensor, replayed: Tensor, floor_C: Tensor, closed: _ClosedForm
+        self,
+        piece: Piece,
+        synced: Tensor,
+        terms: Tensor,
+        replayed: Tensor,
+        floor_C: Tensor,
+        closed: _ClosedForm,
     ) -> None:
         """Against one process's answer: the sum within rounding and floor, each contributor's part within its floor."""
         allowed = self._bound(replayed.abs().sum(dim=0), len(replayed)).maximum(closed.bound) + 2 * floor_C.sum()
         exceeded = ~((synced - (closed.truth - closed.missing)).abs() <= allowed)
-        exceeded |= (~((terms - replayed).abs() <= 2 * floor_C[:, None])).any(dim=0)
+        astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
+        if astray_Cn.any():
+            self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
+        exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
         self._peak("reference_error", (synced - closed.truth).abs())
@@ -180,7 +200,7 @@ class _Owner:
             self._count("weights", piece.weight_n.numel())
             self._peak("weights", (piece.weight_n.double() - piece.other_weight_n.double()).abs())
 
-    def conclude(self, synced_owned: Tensor) -> EndJudgement:
+    def conclude(self, synced_owned: Tensor, answer: Answer | None) -> EndJudgement:
         """The rows, once every piece is in."""
         counts, peaks, sums = self._counts, self._peaks, self._sums
         truth_squared = sums["truth_squared"]
@@ -204,6 +224,7 @@ class _Owner:
             sum=sums["value"],
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
+            deviations=self._attribution.conclude(answer),
         )
         return EndJudgement(divergence, self._tied_row() if self._tied else None)
 
@@ -278,6 +299,11 @@ def element_at(intervals: Intervals, position: int) -> int:
             return interval.start + position
         position -= size
     raise IndexError(f"position {position} lies past the last of {len(intervals)} intervals")
+
+
+def element_ids(intervals: Intervals, device: torch.device) -> Tensor:
+    """The elements of laid-out intervals, in order. Int64 [n]."""
+    return torch.cat([torch.arange(interval.start, interval.stop, device=device) for interval in intervals])
 
 
 def _ratio(error: Tensor, bound: Tensor) -> Tensor:

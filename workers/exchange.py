@@ -8,7 +8,7 @@ the order of `workers.mesh.ends_members`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,16 @@ from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members, ends_members
+from workers.rank_code import RankCode
 
 PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
 PIECE_TERMS = 1 << 24
 """Most elements times contributors judged at a time: bounds the memory of judging, however wide the mesh."""
+
+
+Answer = Callable[[], Tensor]
+"""The true sum of the whole tied weight, code included and unscaled: int64 [P], as the integer answer gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Expectation:
     """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
     """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
+    code: RankCode | None
+    """How contributors sign their gradients; None where they do not."""
 
     @property
     def members(self) -> Members:
@@ -74,6 +81,8 @@ class Holding:
     """The replay of the *next* dp_rank's contribution to the same end: nobody vouches for himself."""
     synced_P: Tensor
     weight_P: Tensor
+    answer: Answer | None = None
+    """Called only where elements are wrong that nothing else explains."""
     late_P: Tensor | None = None
     """The last microbatch's part of `local_P`; needed on holders of wte where the expectation has early elements."""
 

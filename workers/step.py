@@ -31,7 +31,7 @@ from workers.contract import (
 )
 from workers.contributions import TiedSync
 from workers.divergence import judge_end
-from workers.exchange import Expectation, Holding, Replay
+from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
@@ -45,6 +45,8 @@ from workers.orderings import Ordering, SyncPhase, ordering_of
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
+from workers.rank_code import rank_code, sign_gradients
+from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
@@ -56,6 +58,9 @@ _RANK_PHASES = {
 }
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+
+MAX_ANSWER_ELEMENTS = 1 << 26
+"""Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
 class PhaseClock:
@@ -126,6 +131,7 @@ class RankTrial:
             if name := tied_parameter_name(spec.mesh.num_stages, stage):
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         # Before the stack's hooks, so that they see a gradient before the stack does.
         self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
@@ -197,6 +203,7 @@ class RankTrial:
         self._stack.zero_grad()
         if self._local is not None:
             self._local.zero()
+        self._signer.begin_step()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
@@ -248,9 +255,18 @@ class RankTrial:
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
             late_P=None if self._local is None else self._local.last_P,
+            answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
+
+    def _answer(self, step: int) -> Answer | None:
+        """The integer answer of every element, where there is one and one rank may take the time to compute it."""
+        spec = self._spec
+        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
+            return None
+        return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -312,6 +328,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
         bit_tied=ordering.bit_tied,
         tied_sync=_tied_sync(spec, ordering),
         owned=tuple(owned),
+        code=rank_code(spec),
     )
 
 

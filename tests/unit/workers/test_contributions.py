@@ -37,15 +37,15 @@ def test_factors_give_what_the_sync_gives(dp: int, summed: float, local: float) 
     values = synced(sync, owners, early, grads, late)
     for end, dp_rank in product(range(2), range(dp)):
         deviating: set[int] = set()
-        for deviation in sync.deviations(end, dp_rank):
-            for e in (e for part in deviation.elements for e in range(part.start, part.stop)):
+        for mixture in sync.mixtures(end, dp_rank):
+            for e in (e for part in mixture.elements for e in range(part.start, part.stop)):
                 assert e not in deviating
                 deviating.add(e)
                 if owners[end][e] == dp_rank:
                     terms = [grads[x][j][e] for x in range(2) for j in range(dp)]
                     lates = [late[j][e] for j in range(dp)] + [0] * dp
-                    predicted = sum(factor * term for factor, term in zip(deviation.whole, terms, strict=True))
-                    predicted += sum(factor * term for factor, term in zip(deviation.late, lates, strict=True))
+                    predicted = sum(factor * term for factor, term in zip(mixture.whole, terms, strict=True))
+                    predicted += sum(factor * term for factor, term in zip(mixture.late, lates, strict=True))
                     assert predicted == values[end][dp_rank][e], (end, dp_rank, e)
         assert deviating == misowned | early
         for e in set(range(num_elements)) - deviating:
@@ -54,11 +54,11 @@ def test_factors_give_what_the_sync_gives(dp: int, summed: float, local: float) 
 
 
 def test_what_is_owned_alike_and_in_time_does_not_deviate() -> None:
-    assert TiedSync(3, 0.5, 0.5, (), ()).deviations(0, 1) == ()
+    assert TiedSync(3, 0.5, 0.5, (), ()).mixtures(0, 1) == ()
 
 
 def test_the_report_s_table() -> None:
     """dp=2: rank 1 owns an element of wte whose lm_head belongs to rank 0: (g0 + g1)/2 + g3/2."""
-    (deviation,) = TiedSync(2, 0.5, 0.5, (Interval(0, 1),), ()).deviations(0, 1)
-    assert deviation.whole == (0.5, 0.5, 0.0, 0.5)
-    assert deviation.late == (0.0, 0.0, 0.0, 0.0)
+    (mixture,) = TiedSync(2, 0.5, 0.5, (Interval(0, 1),), ()).mixtures(0, 1)
+    assert mixture.whole == (0.5, 0.5, 0.0, 0.5)
+    assert mixture.late == (0.0, 0.0, 0.0, 0.0)
