@@ -134,6 +134,9 @@ def validate(
     schedule: Annotated[Schedule | None, typer.Option(help="Order of microbatches.", show_default="1f1b")] = None,
     overlap: Overlap = False,
     bucket_size: BucketSize = None,
+    average_in_collective: Annotated[
+        bool, typer.Option("--average-in-collective", help="Instead of scaling before each sum.")
+    ] = False,
     probe: Annotated[list[ProbeName] | None, typer.Option(help="Repeat for several.", show_default="both")] = None,
     ordering: Annotated[
         list[OrderingName] | None, typer.Option(help="Repeat for several.", show_default="buggy, fixed, own_bucket")
@@ -166,6 +169,7 @@ def validate(
         schedule=schedule,
         overlap=overlap or None,
         bucket_size=bucket_size,
+        average_in_collective=average_in_collective or None,
         probes=probe,
         orderings=ordering,
         steps=steps,

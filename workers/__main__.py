@@ -183,6 +183,7 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         schedule=options.schedule,
         overlap=options.overlap,
         bucket_size=options.bucket_size,
+        average_in_collective=options.average_in_collective,
         probes=tuple(options.probes),
         orderings=tuple(options.orderings),
         steps=options.steps,
@@ -212,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", type=_choice(Schedule), default=Schedule.ONE_F_ONE_B, help=", ".join(Schedule))
     parser.add_argument("--overlap", action="store_true", help="start the gradient sync in the midst of backward")
     parser.add_argument("--bucket-size", type=int, help="elements at which a bucket closes, with --overlap")
+    parser.add_argument("--average-in-collective", action="store_true", help="instead of scaling before each sum")
     _add_choices(parser, "--probes", ProbeName, list(ProbeName))
     _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)

@@ -209,6 +209,8 @@ class TrialSpec:
     """Whether each bucket's sync over dp starts in the midst of backward."""
     bucket_size: int | None = None
     """Elements at which a bucket closes, with overlap, on the first stage; None takes Megatron's default."""
+    average_in_collective: bool = False
+    """Whether the collective over dp averages, instead of every bucket being scaled before its sum."""
     dtype: Dtype = Dtype.FLOAT32
     device: Device = Device.CPU
     steps: int = 2

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
 from workers.errors import LayoutAssertionError
-from workers.exactness import EXACT_LIMIT, exact_bound
+from workers.exactness import EXACT_LIMIT, exact_bound, summed_replicas
 from workers.experiment import (
     ExperimentSpec,
     default_batch,
@@ -260,7 +260,8 @@ def _layout_violations(spec: ExperimentSpec) -> Iterator[Violation]:
 def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     if ProbeName.EXACT not in spec.probes:
         return
-    bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), spec.mesh.dp)
+    replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective)
+    bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), replicas)
     if bound > EXACT_LIMIT:
         path = ("probes", spec.probes.index(ProbeName.EXACT))
         rule = f"its sums could reach {bound}, above {EXACT_LIMIT}, where float32 stops being exact"

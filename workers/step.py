@@ -34,7 +34,7 @@ from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
-from workers.grad_sync import prescale_for
+from workers.grad_sync import prescale_of
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
@@ -114,7 +114,7 @@ class RankTrial:
         self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
-        self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._prescale = prescale_of(spec)
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
@@ -323,20 +323,20 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
-        prescale=prescale_for(ordering, spec.probe, mesh.dp),
+        prescale=prescale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
-        tied_sync=_tied_sync(spec, ordering),
+        tied_sync=_tied_sync(spec),
         owned=tuple(owned),
         code=rank_code(spec),
     )
 
 
-def _tied_sync(spec: TrialSpec, ordering: Ordering) -> TiedSync | None:
+def _tied_sync(spec: TrialSpec) -> TiedSync | None:
     if not trial_exposed(spec):
         return None
-    factor = prescale_for(ordering, spec.probe, spec.mesh.dp).factor
-    return TiedSync(spec.mesh.dp, factor, factor, trial_misowned(spec), trial_early(spec))
+    prescale = prescale_of(spec)
+    return TiedSync(spec.mesh.dp, prescale.factor, prescale.local_factor, trial_misowned(spec), trial_early(spec))
 
 
 def moments(values_n: Tensor) -> tuple[float, float]:

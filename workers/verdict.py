@@ -212,7 +212,8 @@ def _coverage(spec: TrialSpec) -> str:
     mesh = spec.mesh
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
     named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
-    return named + (", scatter overlapping backward" if spec.overlap else "")
+    named += ", scatter overlapping backward" if spec.overlap else ""
+    return named + (", averaged in the collective" if spec.average_in_collective else "")
 
 
 def _told(report: StepReport, row: DivergenceRow) -> str:

@@ -26,6 +26,10 @@ VALIDATE_REQUESTS: dict[str, dict[str, Any]] = {
         "summary": "Each bucket is scattered in the midst of backward: the reporter's fix is wrong then, and a control",
         "value": {"overlap": True, "bucket_size": 8000, "orderings": ["buggy", "fixed", "own_bucket"]},
     },
+    "averaging": {
+        "summary": "The collective averages, instead of a scaling by 1/dp before it",
+        "value": {"average_in_collective": True, "orderings": ["buggy", "own_bucket"]},
+    },
     "drill": {
         "summary": "Kill a rank on purpose, to see how a failure is reported",
         "value": {"drill": {"fault": "kill_in_collective", "world_rank": 3, "step": 1}},

@@ -22,6 +22,7 @@ DEFAULT_REQUEST = {
     "schedule": "1f1b",
     "overlap": False,
     "bucket_size": None,
+    "average_in_collective": False,
     "probes": ["exact", "gpt"],
     "orderings": ["buggy", "fixed", "own_bucket"],
     "steps": 2,

@@ -39,6 +39,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"overlap": True}),
         Composition(Mesh(2, 2), {"overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2, vpp=2), {"overlap": True, "bucket_size": 3000}),
+        Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
     ],
     6: [
         Composition(Mesh(3, 2, vpp=2)),
@@ -46,6 +47,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 3), {"schedule": Schedule.GPIPE}),
         Composition(Mesh(3, 2), {"overlap": True, "bucket_size": 3000}),
         Composition(Mesh(2, 3), {"overlap": True, "bucket_size": 1}),
+        Composition(Mesh(3, 2), {"average_in_collective": True}),
     ],
 }
 
