@@ -209,21 +209,35 @@ def predict(
     ordering: Annotated[list[OrderingName] | None, typer.Option(help="Predict for an ordering instead.")] = None,
     overlap: Overlap = False,
     bucket_size: BucketSize = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Over all known models, or one, and many dp.")] = False,
+    sweep_dp: Annotated[
+        str | None, typer.Option(help="dp sizes of a sweep, as 2,4,8.", show_default="2 to 1024")
+    ] = None,
+    vary: Annotated[
+        str | None, typer.Option(help="Sweep one size of the model: NAME=START:STOP[:STEP], STOP included.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say from parameter shapes alone which elements of the tied weight come out wrong. Needs no server."""
     from service.forecast import choose_overlap, forecast, forecast_table
+    from service.grid import choose_grid, forecast_grid, grid_table
     from service.options import parse_model
     from service.progress import print_json
     from service.terminal import open_console
 
-    sizes = {"dp": dp, "pp": pp, "vpp": vpp}
     sync = choose_overlap(overlap, bucket_size)
-    found = forecast(parse_model(model or "tiny"), sizes, version or [], ordering or [], sync)
+    widths = choose_grid(sweep, sweep_dp, {"vary": vary}, {"dp": dp, "vpp": vpp, "ordering": ordering})
+    if widths:
+        swept = parse_model(model) if model else None
+        found, show = forecast_grid(swept, vary, widths, pp, version or [], sync), grid_table
+    else:
+        sizes = {"dp": dp, "pp": pp, "vpp": vpp}
+        found = forecast(parse_model(model or "tiny"), sizes, version or [], ordering or [], sync)
+        show = forecast_table
     if json:
         print_json(found)
     else:
-        open_console().print(forecast_table(found))
+        open_console().print(show(found))
     return EXIT_PASS
 
 

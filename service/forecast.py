@@ -12,7 +12,8 @@ from service.terminal import figure
 from workers.contract import TINY, Mesh, ModelSpec, OrderingName
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import MODELS, Overlap, Prediction, predict_model
+from workers.prediction import Overlap, Prediction, predict_model
+from workers.public_models import MODELS
 
 MAX_RANGES = 3
 
@@ -29,7 +30,7 @@ def forecast(
     `sizes` are those of the mesh (dp, pp, vpp); None takes the default, 2 x 2 with one chunk a rank.
     """
     mesh = _resolve_mesh(sizes)
-    model_sizes, tied = _resolve_model(model)
+    model_sizes, tied = resolve_model(model)
     subjects: list[tuple[str, LayoutVersion | OrderingName]] = [(text, resolve(text)) for text in versions]
     subjects += [(ordering.value, ordering) for ordering in orderings]
     subjects = subjects or [(version.value, version) for version in RULES]
@@ -106,7 +107,8 @@ def _cells(entry: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
 
 
-def _resolve_model(model: str | Mapping[str, int]) -> tuple[ModelSpec, bool]:
+def resolve_model(model: str | Mapping[str, int]) -> tuple[ModelSpec, bool]:
+    """A model's sizes and whether its weights are tied; sizes that are not given are tiny's. UsageFault if unknown."""
     if not isinstance(model, str):
         tiny = {name: getattr(TINY, name) for name in ModelSpec.__dataclass_fields__}
         return ModelSpec(**(tiny | dict(model))), True

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.errors import CollectiveError
@@ -52,7 +53,7 @@ class Communicator(Protocol):
     """
 
     @property
-    def hosted(self) -> Members:
+    def hosted(self) -> Sequence[int]:
         """World ranks that live in this process."""
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
@@ -175,11 +176,11 @@ class VirtualRanks:
     """All ranks in one process, summing as gloo's ring does (source: gloo's ring in `allreduce.cc`)."""
 
     def __init__(self, world_size: int) -> None:
-        self._hosted = tuple(range(world_size))
+        self._hosted = range(world_size)
 
     @property
-    def hosted(self) -> Members:
-        """Every rank."""
+    def hosted(self) -> Sequence[int]:
+        """Every rank; a range, so that asking for one of thousands costs nothing."""
         return self._hosted
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
@@ -230,19 +231,21 @@ def part(tensor_N: Tensor, index: int, num_parts: int) -> Tensor:
 
 
 def ring_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of flat tensors [N] with the additions in gloo's order: chunk r is ((g[r-1] + g[r-2]) + ...) + g[r]."""
-    num_terms = len(tensors)
-    summed_N = tensors[0].clone()
+    """Sum of flat tensors [N] with the additions in gloo's order: chunk r is ((g[r-1] + g[r-2]) + ...) + g[r].
+
+    All chunks at once, so that thousands of ranks take as many additions and not their square.
+    """
+    num_terms, num_elements = len(tensors), tensors[0].numel()
     if num_terms == 1:
-        return summed_N
-    chunk = ring_chunk_elements(summed_N.numel(), summed_N.element_size(), num_terms)
-    for index in range(num_terms):
-        view = slice(index * chunk, (index + 1) * chunk)
-        chunk_sum = tensors[(index - 1) % num_terms][view].clone()
-        for distance in range(2, num_terms + 1):
-            chunk_sum += tensors[(index - distance) % num_terms][view]
-        summed_N[view] = chunk_sum
-    return summed_N
+        return tensors[0].clone()
+    chunk = ring_chunk_elements(num_elements, tensors[0].element_size(), num_terms)
+    terms_RN = torch.stack(list(tensors))
+    terms_RCn = F.pad(terms_RN, (0, num_terms * chunk - num_elements)).view(num_terms, num_terms, chunk)
+    chunks_C = torch.arange(num_terms)
+    summed_Cn = terms_RCn[(chunks_C - 1) % num_terms, chunks_C]
+    for distance in range(2, num_terms + 1):
+        summed_Cn += terms_RCn[(chunks_C - distance) % num_terms, chunks_C]
+    return summed_Cn.flatten()[:num_elements]
 
 
 def ring_chunk_elements(num_elements: int, element_bytes: int, num_ranks: int) -> int:

@@ -12,6 +12,7 @@ the order of `workers.mesh.ends_members`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,11 +60,19 @@ def judge_end(expectation: Expectation, holding: Holding, world_rank: int, commu
     Bound of the sync judge: Jeannerod and Rump, "Improved error bounds for inner products in floating-point
     arithmetic" (2013): |computed - exact| <= (n-1) u sum|t| for any order of summation.
     """
-    owner = _Owner(expectation, world_rank)
     exchange = Exchange(expectation, world_rank, holding, communicator)
-    for round_index in range(exchange.num_rounds):
-        owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned), holding.answer)
+    rounds = (exchange.round(round_index) for round_index in range(exchange.num_rounds))
+    return judge_pieces(expectation, world_rank, rounds, holding.synced_P, holding.answer)
+
+
+def judge_pieces(
+    expectation: Expectation, world_rank: int, pieces: Iterable[Piece], synced_P: Tensor, answer: Answer | None
+) -> EndJudgement:
+    """Judge what a holder owns, given the pieces of it in order, however they came together. Local."""
+    owner = _Owner(expectation, world_rank)
+    for piece in pieces:
+        owner.add(piece)
+    return owner.conclude(select(synced_P, owner.owned), answer)
 
 
 class _Owner:

@@ -119,8 +119,7 @@ class Exchange:
         self._early = expectation.early
         self._holding = holding
         self._communicator = communicator
-        max_elements = max(1, min(PIECE_ELEMENTS, PIECE_TERMS // len(self._members)))
-        self._pieces = [pieces(owned, max_elements) for owned in expectation.owned]
+        self._pieces = [cut_pieces(owned, len(self._members)) for owned in expectation.owned]
         self.num_rounds = max(len(owner_pieces) for owner_pieces in self._pieces)
 
     def round(self, round_index: int) -> Piece:
@@ -217,6 +216,11 @@ class Exchange:
                 merged[local.start : local.stop] = received[offset : offset + size]
                 offset += size
         return merged
+
+
+def cut_pieces(owned: Intervals, num_contributors: int) -> list[Intervals]:
+    """An owner's elements in the pieces in which they are judged: so few at a time that their terms fit in memory."""
+    return pieces(owned, max(1, min(PIECE_ELEMENTS, PIECE_TERMS // num_contributors)))
 
 
 def positions(outer: Intervals, inner: Intervals) -> list[Interval]:

@@ -8,14 +8,13 @@ misowned element then measures depends on the gradients and is predicted by whoe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
-from workers.contract import TINY, Mesh, ModelSpec, OrderingName, TrialSpec
+from workers.contract import Mesh, ModelSpec, OrderingName, TrialSpec
 from workers.errors import LayoutAssertionError, SpecError
-from workers.intervals import EMPTY, Interval, Intervals, count, intersect, normalize, union
+from workers.intervals import EMPTY, Interval, Intervals, count, normalize, union
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout, default_bucket_size
 from workers.orderings import ORDERINGS, Ordering, ordering_of
 from workers.padding import valid_tokens
@@ -60,47 +59,6 @@ class Overlap:
     def resolved(self, dp: int) -> int:
         """The size in elements."""
         return default_bucket_size(dp) if self.bucket_size is None else self.bucket_size
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogueModel:
-    """A public model in the layout's terms. `model.vocab_size` is as Megatron allocates it: padded to 128."""
-
-    model: ModelSpec
-    published_vocab_size: int
-    tied: bool
-    source: str
-
-
-def _published(
-    vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, seq_len: int, tied: bool, source: str
-) -> CatalogueModel:
-    padded = -(-vocab_size // 128) * 128
-    return CatalogueModel(ModelSpec(padded, hidden_size, num_layers, num_heads, seq_len), vocab_size, tied, source)
-
-
-_GPT2 = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners"
-_GPT3 = "Brown et al. 2020, Language Models are Few-Shot Learners, table 2.1"
-_MEGATRON = "Shoeybi et al. 2019, Megatron-LM, table 2"
-
-MODELS: Mapping[str, CatalogueModel] = MappingProxyType(
-    {
-        "tiny": CatalogueModel(
-            TINY, TINY.vocab_size, True, "the model of the reference figures; vocabulary not padded"
-        ),
-        "gpt2": _published(50257, 768, 12, 12, 1024, True, _GPT2),
-        "gpt2-medium": _published(50257, 1024, 24, 16, 1024, True, _GPT2),
-        "gpt2-large": _published(50257, 1280, 36, 20, 1024, True, _GPT2),
-        "gpt2-xl": _published(50257, 1600, 48, 25, 1024, True, _GPT2),
-        "megatron-8.3b": _published(50257, 3072, 72, 24, 1024, True, _MEGATRON),
-        "gpt3-1.3b": _published(50257, 2048, 24, 16, 2048, True, _GPT3),
-        "gpt3-6.7b": _published(50257, 4096, 32, 32, 2048, True, _GPT3),
-        # The table prints 5140, which its 40 heads of 128 cannot give.
-        "gpt3-13b": _published(50257, 5120, 40, 40, 2048, True, _GPT3),
-        "gpt3-175b": _published(50257, 12288, 96, 96, 2048, True, _GPT3),
-    }
-)
-"""Models with a GPT's parameters (biases, learned positions, tied embeddings). Layouts follow the sizes alone."""
 
 
 def predict(
@@ -251,10 +209,14 @@ def _owners_of_shared(layout: BufferLayout) -> tuple[tuple[Interval, int], ...]:
 
 
 def _by_owner(misowned: Intervals, layout: BufferLayout, name: str) -> tuple[int, ...]:
+    """Misowned elements by owning dp rank, in one walk over both: a wide mesh has as many ranges as shards."""
     counts = [0] * layout.dp
-    if misowned:
-        for dp_rank in range(layout.dp):
-            counts[dp_rank] = count(intersect(misowned, layout.owned_intervals(name, dp_rank)))
+    owners = layout.owners(name)
+    i = j = 0
+    while i < len(misowned) and j < len(owners):
+        part, dp_rank = owners[j]
+        counts[dp_rank] += max(0, min(misowned[i].stop, part.stop) - max(misowned[i].start, part.start))
+        i, j = i + (misowned[i].stop <= part.stop), j + (part.stop <= misowned[i].stop)
     return tuple(counts)
 
 

@@ -28,7 +28,8 @@ from workers.contract import ModelSpec, OrderingName
 from workers.errors import SpecError
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import MODELS, Overlap, Prediction, predict_model
+from workers.prediction import Overlap, Prediction, predict_model
+from workers.public_models import MODELS
 
 MAX_DP = 16_384
 MAX_PP = 1_024

@@ -9,7 +9,7 @@ import pytest
 from service.api.orderings import OrderingCatalogue
 from service.api.predict import PredictionDocument
 from workers.contract import OrderingName
-from workers.prediction import MODELS
+from workers.public_models import MODELS
 
 
 async def predict(api, **request):
