@@ -40,7 +40,7 @@ class GradNorm:
         self._device = self._parameters[0][1].device
         # Replicas that hold the whole gradient each add up their own pipeline.
         self._members: Members = world_members(mesh) if sharded else pp_members(mesh, at.dp_rank)
-        self.uncounted = frozenset({OUTPUT_LAYER} if mesh.num_stages > 1 else ())
+        self.uncounted = uncounted_parameters(mesh)
         """Parameters whose squares another rank adds; a drill that empties it counts the tied weight twice."""
 
     def measure(self, communicator: Communicator) -> float:
@@ -51,6 +51,11 @@ class GradNorm:
             total += sum_of_squares(select(self._stack.grad(parameter), self._stack.owned(parameter)))
         communicator.all_reduce(self._members, {self._world_rank: total})
         return math.sqrt(float(total))
+
+
+def uncounted_parameters(mesh: Mesh) -> frozenset[str]:
+    """The tied weight's second copy, where there is one: its gradient is in the first copy's already."""
+    return frozenset({OUTPUT_LAYER} if mesh.num_stages > 1 else ())
 
 
 def sum_of_squares(values_N: Tensor) -> Tensor:
@@ -75,20 +80,20 @@ class NormReference:
     exact: bool
     """No addition of gradients rounds."""
 
-    def row(self, value: float, mesh: Mesh, prescale: Prescale) -> NormRow:
+    def row(self, value: float, mesh: Mesh, scale: Prescale) -> NormRow:
         """`value`, measured after a clean sync, beside what it should be.
 
         |‖s‖ - ‖r‖| <= ‖s - r‖, and elementwise s is within `rounding_bound` of the sum of the ranks' own gradients,
         each of which is within twice its replay's floor of the replay (as `workers.divergence` has it).
         """
         num_terms = mesh.dp * (2 if mesh.num_stages > 1 else 1)
-        reference = self.value * prescale.factor
-        floor = 2 * self.floor * prescale.factor
+        reference = self.value * scale.factor
+        floor = 2 * self.floor * scale.factor
         adding = (self.num_elements + 16) * DOUBLE_ROUNDOFF * (value + reference)
         if self.exact:
             return NormRow(value, reference, adding)
-        magnitude = torch.tensor(self.contributions * prescale.factor + floor, dtype=torch.float64)
-        rounding = float(rounding_bound(magnitude, num_terms, prescale))
+        magnitude = torch.tensor(self.contributions * scale.factor + floor, dtype=torch.float64)
+        rounding = float(rounding_bound(magnitude, num_terms, scale))
         underflow = num_terms * SMALLEST_SUBNORMAL * math.sqrt(self.num_elements)
         return NormRow(value, reference, rounding + underflow + floor + adding)
 

@@ -18,6 +18,7 @@ from workers.contract import (
     Coordinates,
     DivergenceRow,
     End,
+    Normalization,
     NormRow,
     Phase,
     ProbeName,
@@ -28,22 +29,27 @@ from workers.contract import (
     TraceRow,
     TrialSpec,
 )
+from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
-from workers.exchange import Expectation, Holding, Replay
+from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
-from workers.grad_sync import prescale_for
+from workers.grad_sync import prescale_of, scale_of, token_divisor
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
+from workers.local_gradients import LocalGradients
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
-from workers.models import build_stage, microbatches, seed_weights
+from workers.models import build_stage, count_valid, microbatches, seed_weights
 from workers.optimizer import optimizer_for
-from workers.orderings import ORDERINGS, Ordering, SyncPhase
+from workers.orderings import Ordering, SyncPhase, ordering_of
+from workers.padding import valid_tokens
 from workers.parameters import tied_parameter_name
 from workers.phase_clock import PhaseClock
 from workers.pipeline import Pipeline
-from workers.prediction import stage_layout, trial_misowned
+from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
+from workers.rank_code import rank_code, sign_gradients
+from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
@@ -52,9 +58,14 @@ _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
     SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
     SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+    SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
+    SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
 }
-_COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.OPTIMIZER)
+_COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.NORMALIZE, RankPhase.OPTIMIZER)
 """Phases whose own work is what is left of them outside of collectives."""
+
+MAX_ANSWER_ELEMENTS = 1 << 26
+"""Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
 ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
@@ -82,12 +93,12 @@ class RankTrial:
         self._clock = clock
         self._replay = replay
         self._references = references
-        self._ordering = ORDERINGS[spec.ordering]
+        self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         communicator = ProcessGroups(coordinates.world_rank, groups)
         clock.waited_s = lambda: communicator.waited_s
         self._communicator = communicator
-        self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._prescale = prescale_of(spec)
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
@@ -104,6 +115,9 @@ class RankTrial:
             if name := tied_parameter_name(spec.mesh.num_stages, stage):
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
+        # Before the stack's hooks, so that they see a gradient before the stack does.
+        self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self.norm = GradNorm(spec.mesh, at, self._stack, self._modules, self._ordering.distributed_optimizer)
@@ -126,8 +140,10 @@ class RankTrial:
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
+            probe=spec.probe,
+            num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
-        return ReferenceStack(context, self._ordering, layouts, self._prescale)
+        return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
 
     def _struck(self, communicator: ProcessGroups) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
@@ -146,7 +162,7 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
+        num_nonfinite = count_nonfinite(*map(self._local_grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
@@ -176,17 +192,30 @@ class RankTrial:
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
+        if self._local is not None:
+            self._local.zero()
+        self._signer.begin_step()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
+        self._targets = targets
         return self._pipeline.run_step(tokens, targets)
+
+    def _count_tokens(self) -> Tensor:
+        """Valid tokens of this step, int64 [1]; only the last stage looks at targets."""
+        is_last = self._at.pp_rank == self._spec.mesh.pp - 1
+        return count_valid(self._targets) if is_last else self._targets.new_zeros(1)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._tied is None:
             return None, []
-        grad_P = self._stack.grad(self._tied)
+        grad_P = self._local_grad(self._tied)
         if self._local_P is None:
             self._local_P = torch.empty_like(grad_P)
         self._local_P.copy_(grad_P)
-        return self._local_P, self._trace(Phase.LOCAL)
+        return self._local_P, self._trace(Phase.LOCAL, grad_P)
+
+    def _local_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The sum over this rank's microbatches; with overlap the stack's own is being synchronised already."""
+        return self._stack.grad(parameter) if self._local is None else self._local.grad(parameter)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
         upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
@@ -194,7 +223,8 @@ class RankTrial:
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
-            trace.extend(self._trace(phase))
+            if self._tied is not None:
+                trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
@@ -202,10 +232,9 @@ class RankTrial:
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
-    def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied is None:
+    def _trace(self, phase: Phase, grad_P: Tensor) -> list[TraceRow]:
+        if self._end is None:
             return []
-        grad_P = self._stack.grad(self._tied)
         rows = []
         for shard, owned in enumerate(self._shards):
             part_n = select(grad_P, owned)
@@ -222,6 +251,8 @@ class RankTrial:
             replay=self._replay(self._spec, step, neighbour, self._end),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
+            late_P=None if self._local is None else self._local.last_P,
+            answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
@@ -230,15 +261,25 @@ class RankTrial:
         reference = self._references(self._spec, step, self._at, self._communicator)
         if reference is None:
             return NormRow(value, None, None)
-        return reference.row(value, self._spec.mesh, self._prescale)
+        return reference.row(value, self._spec.mesh, scale_of(self._spec))
 
     def _compute_seconds(self) -> dict[str, float]:
         """Own work before and between this step's collectives; on a GPU, whose queue hides it, up to the first."""
-        seconds = {RankPhase.FORWARD_BACKWARD.value: self._pipeline.take_compute_seconds()}
+        computing, booked = RankPhase.FORWARD_BACKWARD.value, self._clock.compute_seconds
+        seconds = {computing: self._pipeline.take_compute_seconds()}
         if self._device.type != "cuda":
-            booked = self._clock.compute_seconds
+            # A sync that starts during backward may also wait there, inside of what the pipeline measured.
+            seconds[computing] -= self._clock.seconds[computing] - booked[computing]
             seconds |= {phase.value: booked[phase.value] for phase in _COMPUTING if phase.value in booked}
         return seconds
+
+    def _answer(self, step: int) -> Answer | None:
+        """The integer answer of every element, where there is one and one rank may take the time to compute it."""
+        spec = self._spec
+        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
+            return None
+        return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -298,12 +339,27 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
-        prescale=prescale_for(ordering, spec.probe, mesh.dp),
+        prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
-        misowned=trial_misowned(spec),
+        tied_sync=_tied_sync(spec),
         owned=tuple(owned),
+        code=rank_code(spec),
     )
+
+
+def _tied_sync(spec: TrialSpec) -> TiedSync | MeanOfMeans | None:
+    exposed, prescale = trial_exposed(spec), prescale_of(spec)
+    if not exposed:
+        return None
+    if ordering_of(spec).averages_means:
+        divisors = (token_divisor(spec.probe, num_tokens) for num_tokens in valid_tokens(spec))
+        factors = tuple(prescale.factor / divisor for divisor in divisors)
+        return MeanOfMeans(exposed, factors, num_ends=2 if spec.mesh.pp > 1 else 1)
+    if spec.normalization is Normalization.NUM_TOKENS:
+        factor = scale_of(spec).factor
+        return TiedSync(spec.mesh.dp, factor, factor, trial_misowned(spec), trial_early(spec), afterwards=factor)
+    return TiedSync(spec.mesh.dp, prescale.factor, prescale.local_factor, trial_misowned(spec), trial_early(spec))
 
 
 def moments(values_n: Tensor) -> tuple[float, float]:

@@ -9,7 +9,8 @@ column has one sign, carried by the embedding, A and B, so that u and relu(u) ar
 a tied gradient ever have opposite signs: nothing cancels, and the size of a sum is the sum of the sizes. lo never
 changes and the gradient of hi never changes, so growth is linear in depth. The loss is linear in the logits.
 
-Must stay in float32 and within 2^24; `workers.reference` holds the integer answer and the assertion.
+Must stay in float32 and within 2^24; `workers.exactness` bounds its sums, `workers.reference` holds the integer answer
+and the assertion.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from torch import nn
 from workers.contract import ModelSpec
 from workers.errors import SpecError
 from workers.models import draws
-
-EXACT_LIMIT = 1 << 24
-"""Float32 holds every integer up to here, so sums below it are exact in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,13 @@ def draw_tokens(
 
 
 def upstream(targets: torch.Tensor) -> torch.Tensor:
-    """The weight of each token's logit in the loss, 1 or 2; it follows from the target alone."""
-    return 1 + targets % 2
+    """The weight of each token's logit in the loss, from the target alone: 1 or 2, and 0 where it does not count."""
+    return torch.where(targets >= 0, 1 + targets % 2, 0)
 
 
 def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
     """Sum over the tokens of `upstream` times the target's logit. Scalar; linear, so gradients are integers."""
-    picked_BS = logits_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
+    picked_BS = logits_BSV.gather(-1, targets_BS.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (picked_BS * upstream(targets_BS)).sum()
 
 

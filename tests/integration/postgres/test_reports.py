@@ -14,6 +14,7 @@ from service.storage import queue
 from service.storage import reports as storage
 from service.storage.session import Database
 from workers.contract import Judgement, OrderingName, ProbeName, StepReport
+from workers.encoding import plain
 
 Hold = Callable[..., Awaitable[queue.Claim]]
 PLACE = ("trial_index", "probe", "ordering", "repeat", "step", "world_rank", "dp_rank", "pp_rank", "tp_rank")
@@ -50,7 +51,9 @@ async def test_every_figure_comes_back_bit_for_bit(
         ):
             assert row[place] == getattr(report, place)
         for name in measured.__slots__:
-            assert _bits(row[name]) == _bits(getattr(measured, name)), name
+            if name != "deviations":
+                assert _bits(row[name]) == _bits(getattr(measured, name)), name
+        assert row["deviations"] == plain(measured.deviations)
         assert row["loss"] == report.loss
         tied = report.tied
         assert row["tied_unequal_elements"] == (tied and tied.unequal_elements)
@@ -68,7 +71,7 @@ async def test_trace_rows_come_in_the_order_of_the_phases(
 ) -> None:
     rows = await _all_rows(database, storage.trace_page, stored, limit=500)
     first_step = [row for row in rows if (row["trial_index"], row["step"]) == (0, 0)]
-    assert [row["phase"] for row in first_step[::8]] == ["local", "scattered", "tied", "final"]
+    assert [row["phase"] for row in first_step[::8]] == ["local", "scattered", "tied", "normalized", "final"]
     key = [(row["world_rank"], row["end"], row["shard"]) for row in first_step[:8]]
     assert key == sorted(key)
     assert len(rows) == sum(len(report.trace) for report in reports)
