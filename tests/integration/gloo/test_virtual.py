@@ -21,6 +21,13 @@ def test_live_and_virtual_ranks_say_the_same(mesh: Mesh) -> None:
     assert any(report.divergence for report in virtual.values())
     for place, report in virtual.items():
         assert said(report) == said(live[place]), (specs[place[0]], report.world_rank)
+        assert norms(report) == pytest.approx(norms(live[place]), rel=1e-7), (specs[place[0]], report.world_rank)
+
+
+def norms(report: StepReport) -> tuple[float, float]:
+    """The measured norm and its reference; their squares are added in another order, and gpt's replay rounds."""
+    assert report.grad_norm is not None
+    return report.grad_norm.value, report.grad_norm.reference or 0.0
 
 
 def said(report: StepReport) -> str:
