@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 import torch
+from lockstep import Lockstep
+from torch import Tensor
 
-from workers.communicator import VirtualRanks
+from workers.communicator import Pending, ProcessGroups, VirtualRanks
 from workers.contract import Mesh, OrderingName, Phase, ProbeName
 from workers.grad_buffer import GradBuffer
 from workers.grad_sync import Prescale, prescale_for, sync_gradients
 from workers.layout import RULES, LayoutVersion, PrescaleKind, build_layout
+from workers.mesh import Members
 from workers.orderings import ORDERINGS
 from workers.parameters import ParameterShape
 
@@ -118,3 +123,67 @@ def test_exact_scales_by_a_power_of_two_and_gpt_by_dp(dp: int, divisor: int) -> 
     scaled = integers.clone()
     prescale_for(ordering, ProbeName.EXACT, dp).apply(scaled)
     assert torch.equal(scaled * divisor, integers)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(2, 3), Mesh(4, 2)], ids=str)
+@pytest.mark.parametrize("name", list(OrderingName))
+def test_a_rank_alone_does_its_part_of_what_all_do_together(name: OrderingName, mesh: Mesh) -> None:
+    ordering = ORDERINGS[name]
+    together, _ = run(name, mesh)
+    alone = buffers(mesh, 8, ordering.layout)
+    prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp)
+
+    def rank_main(rank: int, communicator: ProcessGroups) -> None:
+        sync_gradients(ordering, mesh, {rank: [alone[rank]]}, communicator, prescale, lambda _: None)
+
+    Lockstep(mesh.world_size).run(rank_main)
+    for rank, buffer in alone.items():
+        assert torch.equal(buffer.main_grad, together[rank].main_grad), rank
+
+
+class Postponed(VirtualRanks):
+    """Collectives that do nothing before somebody waits for them."""
+
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        return Later(lambda: self.reduce_scatter(members, buckets))
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        return Later(lambda: self.all_reduce(members, tensors))
+
+
+class Later:
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.wait = act
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("name", [OrderingName.BUGGY, OrderingName.ALL_REDUCE])
+def test_a_bucket_s_sum_is_waited_for(name: OrderingName, average: bool) -> None:
+    mesh, ordering = Mesh(2, 2), ORDERINGS[name]
+    made, prescale = buffers(mesh, 8, ordering.layout), prescale_for(ordering, ProbeName.GPT, 2, average)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    sync_gradients(ordering, mesh, chunks, Postponed(mesh.world_size), prescale, lambda _: None)
+    right, _ = run(name, mesh, average=average)
+    for rank, buffer in made.items():
+        assert torch.equal(buffer.main_grad, right[rank].main_grad), rank
+
+
+@pytest.mark.parametrize("name", [OrderingName.BUGGY, OrderingName.FIXED])
+def test_what_was_started_in_backward_is_finished_where_its_phase_stands(name: OrderingName) -> None:
+    mesh, ordering, order = Mesh(2, 2), ORDERINGS[name], []
+    made = buffers(mesh, 8, ordering.layout)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    prescale = prescale_for(ordering, ProbeName.GPT, 2)
+    communicator = VirtualRanks(mesh.world_size)
+    sync_gradients(ordering, mesh, chunks, communicator, prescale, order.append, lambda: order.append("finished"))
+    scattered = ["finished", Phase.SCATTERED]
+    assert order == ([*scattered, Phase.TIED] if name is OrderingName.BUGGY else [Phase.TIED, *scattered])
+    # Nothing was scattered again: the tie alone changed anything.
+    assert made[0].tied_grad().tolist() == [1 + 100] * 4
+    assert made[0].grad("other").tolist() == [1] * 4
+
+
+def test_what_is_not_summed_keeps_its_whole_value_where_the_collective_averages() -> None:
+    before, within = (Prescale(PrescaleKind.DIVIDE, 4, in_collective) for in_collective in (False, True))
+    assert (before.factor, before.local_factor) == (0.25, 0.25)
+    assert (within.factor, within.local_factor) == (0.25, 1.0)
