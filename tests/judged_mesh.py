@@ -18,7 +18,7 @@ from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Holding, Replay
 from workers.grad_buffer import GradBuffer, tied_buffer
-from workers.grad_sync import prescale_of, sync_gradients
+from workers.grad_sync import counted_tokens, prescale_of, sync_gradients
 from workers.mesh import dp_members, ends_members
 from workers.orderings import ordering_of
 from workers.parameters import tied_parameter_name
@@ -59,7 +59,8 @@ class JudgedMesh:
     def synchronise(self) -> None:
         prescale = prescale_of(self.spec)
         virtual = VirtualRanks(self.mesh.world_size)
-        sync_gradients(self.ordering, self.mesh, self.buffers, virtual, prescale, lambda _: None)
+        tokens = counted_tokens(self.spec)
+        sync_gradients(self.ordering, self.mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
         self.synced = {rank: self.held(rank) for rank in self.holders}
 
     def judge(self) -> dict[int, EndJudgement]:
