@@ -1,11 +1,15 @@
 """How often a clean run is called wrong: every right ordering over a matrix of meshes, dtypes, sizes and seeds.
 
-    python tests/bench/false_alarms.py [live|virtual ...] [--limit CASES] [--seconds BUDGET] [--state FILE]
+    python tests/bench/false_alarms.py [live] [virtual] [--matrix plain|composed] [--limit-s S] [--state FILE]
+    python tests/bench/false_alarms.py --case KEY
 
-A case is one mesh, probe, dtype, size and seed; it runs fixed, own_bucket and all_reduce, whose every judge must be
-silent. Five meshes, two probes, two dtypes, five sizes and ten seeds are 1,000 cases in each world: on real gloo ranks
-and on virtual ones. The exact probe is float32 by nature: its second dtype is ten further seeds. With --state finished
-cases are kept in a file and not run again. Prints how many ran and how many alarmed; exits with 1 where one did.
+A case is one mesh, probe, dtype, size and seed in one world: on real gloo ranks, or on virtual ones. It runs every
+right ordering for a step, and every judge must be silent. `plain` is 5 meshes, 2 probes, 2 dtypes, 5 sizes, 10 seeds:
+1,000 cases a world. `composed` is the same questions asked of overlap, interleaved chunks, gpipe, averaging in the
+collective and token counts, at 2 sizes. The exact probe is float32 by nature: its second dtype is ten further seeds.
+
+With --state finished cases are kept in a file and not run again; use another file for another commit. Prints how many
+ran and how many alarmed, and each alarm as it comes with the key that runs it again; exits with 1 where one did.
 """
 
 from __future__ import annotations
@@ -15,23 +19,40 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, product
+from itertools import groupby, islice, product
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch
 from gloo_world import run_trials
+from rich.console import Console
+from rich.table import Table
 
-from workers.contract import Dtype, Mesh, ModelSpec, OrderingName, ProbeName, Reason, Role, StepReport, TrialSpec
-from workers.experiment import Device, ExperimentSpec, default_batch, resolve, trials
-from workers.orderings import ORDERINGS
+from workers.contract import (
+    Dtype,
+    Mesh,
+    ModelSpec,
+    Normalization,
+    OrderingName,
+    ProbeName,
+    Reason,
+    Role,
+    Schedule,
+    StepReport,
+    TrialSpec,
+)
+from workers.experiment import Device, ExperimentSpec, resolve, trials
+from workers.orderings import ordering_of
+from workers.plan import violations
 from workers.verdict import judge
 from workers.virtual import VirtualSession
 
-SUBJECTS = (OrderingName.FIXED, OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE)
+RIGHT = (OrderingName.FIXED, OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE)
 MESHES = {
     "live": (Mesh(2, 2), Mesh(3, 2), Mesh(2, 3), Mesh(4, 2), Mesh(2, 4)),
     "virtual": (Mesh(2, 2), Mesh(3, 2), Mesh(7, 3), Mesh(16, 4), Mesh(32, 2)),
@@ -43,15 +64,41 @@ SIZES = (
     ModelSpec(1024, 48, 4, 6, 24),
     ModelSpec(130, 66, 5, 3, 9),
 )
+COMPOSED_SIZES = SIZES[:2]
 SEEDS = range(10)
 DTYPES = tuple(Dtype)
-CASES_A_LAUNCH = 20
-"""Live cases that share one set of processes."""
+CASES_A_LAUNCH = 40
+"""Live cases of one mesh that share one set of processes."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What a run has besides its mesh and sizes, and where it can run."""
+
+    mesh: Mesh
+    settings: Mapping[str, Any]
+    worlds: tuple[str, ...] = ("live", "virtual")
+
+
+COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
+    {
+        "overlap": Composition(Mesh(2, 2), {"overlap": True, "bucket_size": 500}, ("live",)),
+        "overlap, vpp": Composition(Mesh(2, 2, vpp=2), {"overlap": True}, ("live",)),
+        "vpp": Composition(Mesh(3, 2, vpp=2), {}),
+        "gpipe": Composition(Mesh(2, 3), {"schedule": Schedule.GPIPE}, ("live",)),
+        "average": Composition(Mesh(3, 2), {"average_in_collective": True}),
+        "num_tokens": Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
+        "num_tokens, vpp": Composition(Mesh(2, 2, vpp=2), {"normalization": Normalization.NUM_TOKENS}),
+        "two steps": Composition(Mesh(3, 2), {"steps": 2}, ("live",)),
+    }
+)
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Case:
     world: str
+    composition: str
     mesh: Mesh
     probe: ProbeName
     dtype: Dtype
@@ -60,125 +107,150 @@ class Case:
 
     @property
     def key(self) -> str:
+        """All of it as text; `--case` takes this."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    @classmethod
+    def of_key(cls, key: str) -> Case:
+        fields = json.loads(key)
+        enums = {"probe": ProbeName(fields["probe"]), "dtype": Dtype(fields["dtype"])}
+        return cls(**(fields | enums | {"mesh": Mesh(**fields["mesh"]), "model": ModelSpec(**fields["model"])}))
+
     def trials(self) -> tuple[TrialSpec, ...]:
+        """One a right ordering. An ordering that the composition turns wrong is left out."""
         repeats_the_dtype = self.probe is ProbeName.EXACT and self.dtype is not Dtype.FLOAT32
-        spec = ExperimentSpec(
+        settings = {} if self.composition == PLAIN else COMPOSITIONS[self.composition].settings
+        asked = ExperimentSpec(
             mesh=self.mesh,
             model=self.model,
-            batch=default_batch(self.mesh),
             probes=(self.probe,),
-            orderings=SUBJECTS,
-            steps=1,
+            orderings=RIGHT,
             dtype=self.dtype,
             seed=self.seed + len(SEEDS) * repeats_the_dtype,
+            **({"steps": 1} | dict(settings)),
         )
-        return trials(resolve(spec), Device.CPU)
+        assert not violations(asked), violations(asked)
+        return tuple(spec for spec in trials(resolve(asked), Device.CPU) if ordering_of(spec).role is Role.SUBJECT)
 
 
-def matrix(worlds: Iterable[str]) -> Iterator[Case]:
+def matrix(worlds: Iterable[str], kinds: Iterable[str] = (PLAIN,)) -> Iterator[Case]:
     """Seeds outermost: a limit takes a slice through everything else."""
-    for seed, world in product(SEEDS, worlds):
-        for mesh, probe, dtype, model in product(MESHES[world], ProbeName, DTYPES, SIZES):
-            yield Case(world, mesh, probe, dtype, model, seed)
+    for seed, world, kind in product(SEEDS, worlds, kinds):
+        for composition, mesh, sizes in rows(world, kind):
+            for probe, dtype, model in product(ProbeName, DTYPES, sizes):
+                yield Case(world, composition, mesh, probe, dtype, model, seed)
 
 
-Alarms = list[tuple[Case, list[Reason]]]
+def rows(world: str, kind: str) -> Iterator[tuple[str, Mesh, Sequence[ModelSpec]]]:
+    if kind == PLAIN:
+        for mesh in MESHES[world]:
+            yield PLAIN, mesh, SIZES
+    else:
+        for name, composition in COMPOSITIONS.items():
+            if world in composition.worlds:
+                yield name, composition.mesh, COMPOSED_SIZES
 
 
-def run_cases(cases: Iterable[Case], ran: Callable[[Case, int], None] = lambda case, alarms: None) -> Alarms:
-    """Every case that was called wrong, with the reasons. `ran` is told of each case and its number of alarms."""
-    found: Alarms = []
+Ran = Callable[[Case, int, list[Reason]], None]
+"""Told of each case, the number of its trials, and what was said against it."""
+
+
+def run_cases(cases: Iterable[Case], ran: Ran) -> None:
+    """Run cases one mesh after another, and tell of each."""
     for (world, _), alike in groupby(cases, lambda case: (case.world, case.mesh)):
-        together = list(alike)
-        for first in range(0, len(together), CASES_A_LAUNCH):
-            batch = together[first : first + CASES_A_LAUNCH]
-            specs = [spec for case in batch for spec in case.trials()]
-            reports = run_live(specs) if world == "live" else list(VirtualSession().run(specs))
-            for case, mine in zip(batch, split(batch, reports), strict=True):
-                reasons = alarms_of(case.trials(), mine)
-                ran(case, len(reasons))
-                if reasons:
-                    found.append((case, reasons))
-    return found
+        while batch := list(islice(alike, CASES_A_LAUNCH)):
+            specs = [case.trials() for case in batch]
+            together = [spec for of_case in specs for spec in of_case]
+            reports = run_live(together) if world == "live" else list(VirtualSession().run(together))
+            first = 0
+            for case, mine in zip(batch, specs, strict=True):
+                ran(case, len(mine), alarms_of(mine, own_reports(reports, first, len(mine))))
+                first += len(mine)
 
 
 def run_live(specs: Sequence[TrialSpec]) -> list[StepReport]:
     return [report for reports in run_trials(specs) for report in reports]
 
 
-def split(cases: Sequence[Case], reports: Sequence[StepReport]) -> Iterator[list[StepReport]]:
-    """Each case's reports, counted from its own first trial."""
-    for first in range(0, len(cases) * len(SUBJECTS), len(SUBJECTS)):
-        yield [
-            replace(report, trial_index=index)
-            for report in reports
-            if 0 <= (index := report.trial_index - first) < len(SUBJECTS)
-        ]
+def own_reports(reports: Sequence[StepReport], first: int, num_trials: int) -> list[StepReport]:
+    """One case's reports, its trials counted from 0."""
+    return [
+        replace(report, trial_index=index)
+        for report in reports
+        if 0 <= (index := report.trial_index - first) < num_trials
+    ]
 
 
 def alarms_of(specs: Sequence[TrialSpec], reports: Sequence[StepReport]) -> list[Reason]:
     """What a verdict would say against these subjects. That no control ran is no alarm: none was asked for."""
-    assert all(ORDERINGS[spec.ordering].role is Role.SUBJECT for spec in specs)
+    assert specs
+    assert all(ordering_of(spec).role is Role.SUBJECT for spec in specs)
     judgement = judge(specs, reports)
-    summed = sum(summary.compared_elements for summary in judgement.trials)
-    assert summed > 0, "nothing was compared"
+    assert all(summary.compared_elements > 0 for summary in judgement.trials), "nothing was compared"
     return [reason for reason in judgement.reasons if reason.code not in ("no_control", "clean")]
 
 
 def main() -> int:
     options = parse()
+    torch.set_num_threads(1)
     done = read_state(options.state)
-    cases = [case for case in matrix(options.worlds or list(MESHES)) if case.key not in done]
+    asked = [Case.of_key(options.case)] if options.case else list(matrix(options.worlds or MESHES, options.matrix))
     started_s = time.monotonic()
 
-    def within_budget() -> Iterator[Case]:
-        for (_, _), alike in groupby(cases[: options.limit], lambda case: (case.world, case.mesh)):
-            if time.monotonic() - started_s > options.seconds:
+    def left() -> Iterator[Case]:
+        for case in asked:
+            if time.monotonic() - started_s > options.limit_s:
                 return
-            yield from alike
+            if case.key not in done:
+                yield case
 
-    def ran(case: Case, num_alarms: int) -> None:
-        done[case.key] = num_alarms
+    def ran(case: Case, num_trials: int, alarms: list[Reason]) -> None:
+        done[case.key] = num_trials, len(alarms)
         if options.state:
             with options.state.open("a") as file:
-                print(json.dumps([case.key, num_alarms]), file=file)
+                print(json.dumps([case.key, num_trials, len(alarms)]), file=file)
+        if alarms:
+            print(f"ALARM --case '{case.key}'", *alarms, sep="\n    ", flush=True)
 
-    torch.set_num_threads(1)
-    alarms = run_cases(within_budget(), ran)
-    for case, reasons in alarms:
-        print(case, *reasons, sep="\n    ")
-    return tell(done, options.worlds or list(MESHES))
-
-
-def tell(done: dict[str, int], worlds: Sequence[str]) -> int:
-    """Print the numbers by world and probe; 1 where anything alarmed."""
-    ran, alarmed = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for case in matrix(worlds):
-        if case.key in done:
-            ran[case.world, case.probe] += 1
-            alarmed[case.world, case.probe] += done[case.key] > 0
-    for (world, probe), number in sorted(ran.items()):
-        print(
-            f"{world:8} {probe:6} {number:5} cases, {number * len(SUBJECTS):5} trials, {alarmed[world, probe]} alarmed"
-        )
-    print(f"together        {ran.total():5} cases, {ran.total() * len(SUBJECTS):5} trials, {alarmed.total()} alarmed")
-    return int(alarmed.total() > 0)
+    run_cases(left(), ran)
+    return tell(asked, done)
 
 
-def read_state(state: Path | None) -> dict[str, int]:
+Done = dict[str, tuple[int, int]]
+"""By a case's key, how many trials ran and how many alarms there were."""
+
+
+def tell(asked: Sequence[Case], done: Done) -> int:
+    """Print the numbers; 1 where anything alarmed."""
+    counted: dict[tuple[str, str, str], Counter[str]] = {}
+    for case in asked:
+        row = counted.setdefault((case.world, case.composition, case.probe), Counter())
+        num_trials, num_alarms = done.get(case.key, (0, 0))
+        row.update(asked=1, ran=int(num_trials > 0), trials=num_trials, alarmed=int(num_alarms > 0))
+    columns = ("asked", "ran", "trials", "alarmed")
+    table = Table("world", "run", "probe", *columns)
+    for labels, row in counted.items():
+        table.add_row(*labels, *(str(row[column]) for column in columns))
+    together: Counter[str] = sum(counted.values(), Counter())
+    table.add_row("together", "", "", *(str(together[column]) for column in columns))
+    Console(width=100).print(table)
+    return int(together["alarmed"] > 0)
+
+
+def read_state(state: Path | None) -> Done:
     if state is None or not state.exists():
         return {}
-    return dict(json.loads(line) for line in state.read_text().splitlines())
+    rows_read = map(json.loads, state.read_text().splitlines())
+    return {key: (num_trials, num_alarms) for key, num_trials, num_alarms in rows_read}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("worlds", nargs="*", choices=[*MESHES, []])
-    parser.add_argument("--limit", type=int, help="cases at most")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop at the next mesh after this long")
+    parser.add_argument("--matrix", nargs="+", choices=[PLAIN, "composed"], default=[PLAIN, "composed"])
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after this long")
     parser.add_argument("--state", type=Path)
+    parser.add_argument("--case", help="run this one alone")
     return parser.parse_args()
 
 

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
-from bench.false_alarms import Case, alarms_of, matrix, run_cases
+from bench.false_alarms import COMPOSITIONS, PLAIN, Case, alarms_of, matrix, run_cases
 
 from workers.contract import StepReport
 from workers.virtual import VirtualSession
 
 CASES_A_MESH = 20
+KINDS = (PLAIN, "composed")
 
 
-def some(world: str, num_cases: int) -> list[Case]:
-    return list(islice(matrix([world]), num_cases))
+def run_quietly(cases: Iterable[Case]) -> int:
+    """The number of cases that ran, none of which alarmed."""
+    trials: list[int] = []
+
+    def ran(case: Case, num_trials: int, alarms: object) -> None:
+        assert not alarms, (case.key, alarms)
+        trials.append(num_trials)
+
+    run_cases(cases, ran)
+    assert all(num_trials >= 2 for num_trials in trials)
+    return len(trials)
 
 
 def test_no_clean_run_on_virtual_ranks_alarms() -> None:
-    ran: list[int] = []
-    assert run_cases(some("virtual", 2 * CASES_A_MESH), lambda _, alarms: ran.append(alarms)) == []
-    assert ran == [0] * 2 * CASES_A_MESH
+    assert run_quietly(islice(matrix(["virtual"]), 2 * CASES_A_MESH)) == 2 * CASES_A_MESH
 
 
 def test_no_clean_run_on_live_ranks_alarms() -> None:
-    ran: list[int] = []
-    assert run_cases(some("live", CASES_A_MESH), lambda _, alarms: ran.append(alarms)) == []
-    assert ran == [0] * CASES_A_MESH
+    assert run_quietly(islice(matrix(["live"]), CASES_A_MESH)) == CASES_A_MESH
+
+
+def test_no_clean_composition_alarms_on_virtual_ranks() -> None:
+    first = [case for case in matrix(["virtual"], ["composed"]) if case.seed == 0]
+    assert run_quietly(first) == len(first) == 8 * sum("virtual" in c.worlds for c in COMPOSITIONS.values())
 
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
@@ -34,12 +46,12 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
         cases = list(matrix([world]))
         assert len({case.key for case in cases}) == len(cases) == 1000
         # The exact probe has one dtype: no two cases may be the same run.
-        assert len({case.trials() for case in cases}) == 1000
+        assert len({case.trials() for case in matrix([world], KINDS)}) == len(list(matrix([world], KINDS)))
+        assert [Case.of_key(case.key) for case in cases] == cases
 
 
 def test_one_wrong_element_would_have_alarmed() -> None:
-    case = some("virtual", 1)[0]
-    specs = case.trials()
+    specs = next(matrix(["virtual"])).trials()
     reports = list(VirtualSession().run(specs))
     assert alarms_of(specs, reports) == []
     spoiled = [spoil(report) if report.trial_index == 1 and report.world_rank == 3 else report for report in reports]
