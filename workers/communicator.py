@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.errors import CollectiveError
+from workers.handshake import Handshake, Primitive
 from workers.mesh import Members, MeshGroups
 
 
@@ -83,6 +84,8 @@ class ProcessGroups:
         self._world_rank = world_rank
         self._groups = groups
         self.intercept = intercept
+        self.handshake: Handshake | None = None
+        """Has the members agree on each collective before it; None lets them trust each other."""
         self.waited_s = 0.0
         """Time spent inside collectives so far, waiting for the others included."""
 
@@ -100,8 +103,8 @@ class ProcessGroups:
         bucket_N = buckets[self._world_rank]
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
-        trivial = _is_trivial(bucket_N, members)
-        return self._start(trivial, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
+        issue = lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True)  # noqa: E731
+        return self._start(Primitive.REDUCE_SCATTER, members, bucket_N, issue)
 
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
@@ -111,23 +114,23 @@ class ProcessGroups:
         """See `Communicator`."""
         tensor_N = tensors[self._world_rank]
         group = self._groups[members]
-        trivial = _is_trivial(tensor_N, members)
-        return self._start(trivial, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
+        issue = lambda: dist.all_reduce(tensor_N, group=group, async_op=True)  # noqa: E731
+        return self._start(Primitive.ALL_REDUCE, members, tensor_N, issue)
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         bucket_N = buckets[self._world_rank]
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
-        trivial = _is_trivial(bucket_N, members)
-        self._start(trivial, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True)).wait()
+        issue = lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True)  # noqa: E731
+        self._start(Primitive.ALL_GATHER, members, bucket_N, issue).wait()
 
     def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         tensor_N = tensors[self._world_rank]
         group = self._groups[members]
-        trivial = _is_trivial(tensor_N, members)
-        self._start(trivial, lambda: dist.broadcast(tensor_N, src=source, group=group, async_op=True)).wait()
+        issue = lambda: dist.broadcast(tensor_N, src=source, group=group, async_op=True)  # noqa: E731
+        self._start(Primitive.BROADCAST, members, tensor_N, issue, source).wait()
 
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         """Send `sends[i]` to member i; returns what each member i sent here, `receive_sizes[i]` elements."""
@@ -140,15 +143,33 @@ class ProcessGroups:
         else:
             exchange = lambda: dist.all_to_all_single(received, sent, list(receive_sizes), sizes, group, async_op=True)  # noqa: E731
             # Never trivial: a rank with nothing to send may still be waited for.
-            self._start(False, exchange).wait()
+            self._issue(exchange).wait()
         return list(received.split(list(receive_sizes)))
 
-    def _start(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> Pending:
+    def _start(
+        self,
+        primitive: Primitive,
+        members: Members,
+        tensor_N: Tensor,
+        issue: Callable[[], dist.Work | None],
+        source: int = -1,
+    ) -> Pending:
+        """Agree on one collective, then issue it where it moves anything."""
+
+        def agreed() -> dist.Work | None:
+            if self.handshake is not None and self.handshake.is_due and len(members) > 1:
+                alike = self._groups.are_replicas(members)
+                self.handshake.agree(self._groups[members], members, primitive, tensor_N, source, alike)
+            return None if _is_trivial(tensor_N, members) else issue()
+
+        return self._issue(agreed)
+
+    def _issue(self, issue: Callable[[], dist.Work | None]) -> Pending:
         """Issue one collective; a drill may strike before, in and after, also where it is trivial."""
         self.strike(Moment.BEFORE)
         entered_s = time.perf_counter()
         try:
-            work = None if trivial else issue()
+            work = issue()
         except RuntimeError as error:
             raise CollectiveError(f"a collective could not start: {error}") from error
         self.waited_s += time.perf_counter() - entered_s

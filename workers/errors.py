@@ -45,6 +45,12 @@ class DrillError(WorkerError):
     code = "drill_fault"
 
 
+class CollectiveMismatchError(WorkerError):
+    """This rank was about to enter another collective than its group: other in order or in shape."""
+
+    code = "collective_mismatch"
+
+
 class CollectiveError(WorkerError):
     """A collective broke under this rank: a peer went away or never came. Never a first cause."""
 

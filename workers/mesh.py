@@ -63,6 +63,7 @@ class MeshGroups:
     """The process groups of one mesh over the default group. Building one is collective over all of its ranks."""
 
     def __init__(self, mesh: Mesh, world_rank: int, timeout_s: float) -> None:
+        self._mesh = mesh
         self._groups: dict[Members, dist.ProcessGroup] = {}
         for members in all_members(mesh):
             # Also groups of one rank: the pipeline needs a real group even where it has a single stage.
@@ -73,6 +74,10 @@ class MeshGroups:
     def __getitem__(self, members: Members) -> dist.ProcessGroup:
         """The group of these members; KeyError where this rank is not one of them."""
         return self._groups[members]
+
+    def are_replicas(self, members: Members) -> bool:
+        """Whether all members hold the same stages."""
+        return len({self._mesh.coordinates(world_rank).pp_rank for world_rank in members}) == 1
 
     def close(self) -> None:
         """Free the groups (local; every member does it for itself)."""

@@ -36,6 +36,7 @@ from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
 from workers.grad_sync import prescale_of, scale_of, token_divisor
+from workers.handshake import Handshake
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
@@ -119,6 +120,7 @@ class RankTrial:
         # Before the stack's hooks, so that they see a gradient before the stack does.
         self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
+        self._handshake = self._shake_hands(layouts)
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self.norm = GradNorm(spec.mesh, at, self._stack, self._modules, self._ordering.distributed_optimizer)
         self._device = device
@@ -144,6 +146,19 @@ class RankTrial:
             num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
         return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
+
+    def _shake_hands(self, layouts: list[BufferLayout]) -> Handshake:
+        """From now on the ranks agree on each collective; the judge's small ones are no exception."""
+        spec, at = self._spec, self._at
+        buckets = [
+            (chunk, bucket.offset, bucket.numel) for chunk, each in enumerate(layouts) for bucket in each.buckets
+        ]
+        plan = () if spec.overlap else tuple(buckets)
+        handshake = Handshake(at.world_rank, dp_members(spec.mesh, at.pp_rank), plan)
+        handshake.know(map(self._stack.grad, self._parameters()))
+        handshake.know(self._parameters())
+        self._communicator.handshake = handshake
+        return handshake
 
     def _struck(self, communicator: ProcessGroups) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
@@ -192,6 +207,8 @@ class RankTrial:
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
+        # On a GPU the host would wait for queued work: there one step must do.
+        self._handshake.begin_step(is_due=step == 0 or self._device.type != "cuda")
         if self._local is not None:
             self._local.zero()
         self._signer.begin_step()
