@@ -75,6 +75,7 @@ class Intent:
     def __str__(self) -> str:
         dtype = str(_DTYPES[self.dtype]).removeprefix("torch.") if self.dtype != _UNKNOWN else "another dtype"
         where = f" at element {self.offset} of buffer {self.buffer}" if self.is_placed else ""
+        where += f" from world_rank {self.source}" if self.source != _UNKNOWN else ""
         return f"{_PRIMITIVES[self.primitive].value} {self.sequence} of {self.num_elements} {dtype}{where}"
 
 
@@ -129,7 +130,7 @@ class Handshake:
         sequence = self._sequences[members]
         self._sequences[members] += 1
         buffer = self._buffers.get(tensor_N.untyped_storage().data_ptr(), _UNKNOWN) if alike else _UNKNOWN
-        offset = _UNKNOWN if buffer == _UNKNOWN else tensor_N.storage_offset()
+        offset = _UNKNOWN if buffer == _UNKNOWN else int(tensor_N.storage_offset())
         dtype = _DTYPES.index(tensor_N.dtype) if tensor_N.dtype in _DTYPES else _UNKNOWN
         return Intent(sequence, _PRIMITIVES.index(primitive), source, tensor_N.numel(), dtype, buffer, offset)
 
