@@ -250,6 +250,8 @@ def verdict_lines(validation: Row) -> Iterator[Text]:
         yield Text.assemble("verdict: ", (verdict.upper(), VERDICT_STYLES.get(verdict, "bold")), cause)
         for reason in validation["reasons"]:
             yield Text(f"  {reason['code']}: {reason['message']}")
+        if tested := validation["collectives"]:
+            yield collectives_line(tested)
         for observation in validation["observations"]:
             yield Text(f"  noticed: {observation['message']}", style="yellow")
         return
@@ -257,6 +259,17 @@ def verdict_lines(validation: Row) -> Iterator[Text]:
     if error := validation.get("error"):
         place = [f"{name} {error[name]}" for name in ("world_rank", "node", "phase") if error.get(name) is not None]
         yield Text(f"  {error['code']}: {error['message']}" + (f" ({', '.join(place)})" if place else ""))
+
+
+def collectives_line(tested: Sequence[Row]) -> Text:
+    """The self-test of the collectives in one line."""
+    groups = ", ".join(dict.fromkeys(row["group"] for row in tested))
+    primitives = ", ".join(dict.fromkeys(row["primitive"] for row in tested))
+    wrong = [row for row in tested if not row["ok"]]
+    size_bytes, seconds = (sum(float(row[name]) for row in tested) for name in ("size_bytes", "seconds"))
+    state = f"{len(wrong)} of {len(tested)} WRONG" if wrong else "all right"
+    told = f"  collectives: {primitives} on {groups}: {state} ({size_bytes:,.0f} bytes a rank, {seconds * 1e3:.3g} ms)"
+    return Text(told, style="red" if wrong else "dim")
 
 
 def timing_line(timings: Row) -> Text:

@@ -167,6 +167,7 @@ def _document(
         "verdict": judgement.verdict if judgement else None,
         "reasons": judgement.reasons if judgement else (),
         "observations": judgement.observations if judgement else (),
+        "collectives": judgement.collectives if judgement else (),
         "request": spec,
         "trials": judgement.trials if judgement else (),
         "error": error,

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.contract import Primitive
 from workers.errors import CollectiveError
-from workers.handshake import Handshake, Primitive
+from workers.handshake import Handshake
 from workers.mesh import Members, MeshGroups
 
 

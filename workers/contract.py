@@ -91,6 +91,7 @@ class RankPhase(StrEnum):
     """Where a rank is right now; named in errors, so that a hang or a death has a place."""
 
     FORMING = "forming"
+    COLLECTIVES = "collectives"
     BUILDING = "building"
     FORWARD_BACKWARD = "forward_backward"
     DP_SYNC = "dp_sync"
@@ -100,6 +101,23 @@ class RankPhase(StrEnum):
     JUDGEMENT = "judgement"
     OPTIMIZER = "optimizer"
     IDLE = "idle"
+
+
+class Primitive(StrEnum):
+    """What a collective does."""
+
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+
+
+class CollectiveOp(StrEnum):
+    """What a reduction makes of its terms."""
+
+    SUM = "sum"
+    AVERAGE = "average"
 
 
 class Role(StrEnum):
@@ -359,6 +377,37 @@ class NormRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveFault:
+    """The first wrong element that a rank saw in one self-tested collective."""
+
+    num_elements: int
+    element: int
+    """Below 0 or past the last: the collective wrote outside of its tensor."""
+    expected: float
+    got: float
+    world_rank: int | None
+    """Whose share is not what it should be, where one element tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """One rank's self-test of one primitive on one of its groups, over all sizes."""
+
+    group: str
+    """What the group is for: dp, pp, tie, ends, world; joined by + where one group serves several."""
+    members: tuple[int, ...]
+    primitive: Primitive
+    op: CollectiveOp | None
+    num_elements: tuple[int, ...]
+    """Sizes tested; of one member's part where a primitive scatters or gathers."""
+    size_bytes: int
+    """Of this rank's tensors, all sizes together."""
+    seconds: float
+    wrong_elements: int
+    first_wrong: CollectiveFault | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Everything one rank says about one step of one trial. Statistics only, never gradients."""
 
@@ -383,6 +432,8 @@ class StepReport:
     """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
     grad_norm: NormRow | None = None
     """None where the step ended before the optimizer."""
+    collectives: tuple[CollectiveRow, ...] = ()
+    """The self-test before a run's first step; empty in every other report."""
     compute_seconds: dict[str, float] = field(default_factory=dict)
     """This rank's own work by RankPhase value, in seconds: never the time in which it waited for another rank."""
 
@@ -459,6 +510,23 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectiveSummary:
+    """One primitive self-tested on all groups of one kind."""
+
+    group: str
+    primitive: Primitive
+    op: CollectiveOp | None
+    num_elements: tuple[int, ...]
+    num_ranks: int
+    size_bytes: int
+    """Of one rank's tensors, all sizes together."""
+    seconds: float
+    """On the slowest rank."""
+    wrong_elements: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
     """A verdict with its reasons, the trials behind it, and what else was seen."""
 
@@ -466,6 +534,7 @@ class Judgement:
     reasons: tuple[Reason, ...]
     trials: tuple[TrialSummary, ...]
     observations: tuple[Observation, ...] = ()
+    collectives: tuple[CollectiveSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

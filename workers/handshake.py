@@ -10,27 +10,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from workers.contract import Primitive
 from workers.errors import CollectiveError, CollectiveMismatchError
 from workers.mesh import Members
 
 _UNKNOWN = -1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float16, torch.int32)
-
-
-class Primitive(StrEnum):
-    """What a collective does."""
-
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    BROADCAST = "broadcast"
-    SEND_RECV = "send_recv"
 
 
 _PRIMITIVES = tuple(Primitive)

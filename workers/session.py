@@ -14,8 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from workers.checks.collectives import SWEEP_SIZES, WARM_SIZES, check_collectives
 from workers.checks.fingerprint import node_name, read_fingerprint
 from workers.contract import (
+    CollectiveRow,
     Device,
     End,
     Fingerprint,
@@ -72,6 +74,7 @@ class RankSession:
         self._node = node or node_name()
         self._clock = PhaseClock(self.world_rank)
         self._groups: OrderedDict[Mesh, MeshGroups] = OrderedDict()
+        self._swept: set[Mesh] = set()
         self._replays = ReplayMemo(self._device)
         self._references = NormReferences(self._device)
         _configure_torch()
@@ -133,8 +136,13 @@ class RankSession:
         Collective over the world: every rank must be given the same trials.
         """
         try:
+            tested: set[Mesh] = set()
             for trial_index, spec in enumerate(trials):
-                yield from self._trial(spec, trial_index).run()
+                rows = () if spec.mesh in tested else self._check_collectives(spec.mesh, trial_index)
+                tested.add(spec.mesh)
+                for report in self._trial(spec, trial_index).run():
+                    yield replace(report, collectives=rows) if rows else report
+                    rows = ()
         except Exception as error:
             yield failure_of(error, self._clock.position, self._node)
         self._clock.enter(RankPhase.IDLE)
@@ -149,13 +157,25 @@ class RankSession:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _trial(self, spec: TrialSpec, trial_index: int) -> RankTrial:
-        if spec.mesh.world_size != self.world_size:
+    def _check_collectives(self, mesh: Mesh, trial_index: int) -> tuple[CollectiveRow, ...]:
+        """Self-test the mesh's groups: a whole sweep the first time, a short one on a warm gang."""
+        groups = self._form(mesh, trial_index)
+        self._clock.enter(RankPhase.COLLECTIVES, trial_index)
+        sizes = WARM_SIZES if mesh in self._swept else SWEEP_SIZES
+        rows = check_collectives(mesh, mesh.coordinates(self.world_rank), groups, self._device, sizes)
+        self._swept.add(mesh)
+        return rows
+
+    def _form(self, mesh: Mesh, trial_index: int) -> MeshGroups:
+        if mesh.world_size != self.world_size:
             raise SpecError(
-                f"mesh of {spec.mesh.world_size} ranks on a world of {self.world_size}: start dp x pp x tp ranks"
+                f"mesh of {mesh.world_size} ranks on a world of {self.world_size}: start dp x pp x tp ranks"
             )
         self._clock.enter(RankPhase.FORMING, trial_index)
-        groups = self.mesh_groups(spec.mesh)
+        return self.mesh_groups(mesh)
+
+    def _trial(self, spec: TrialSpec, trial_index: int) -> RankTrial:
+        groups = self._form(spec.mesh, trial_index)
         coordinates = spec.mesh.coordinates(self.world_rank)
         return RankTrial(
             spec,
@@ -173,7 +193,9 @@ class RankSession:
         """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""
         if mesh not in self._groups:
             if len(self._groups) >= MAX_CACHED_MESHES:
-                self._groups.popitem(last=False)[1].close()
+                dropped, dropped_groups = self._groups.popitem(last=False)
+                dropped_groups.close()
+                self._swept.discard(dropped)
             self._groups[mesh] = MeshGroups(mesh, self.world_rank, self._timeout_s)
         self._groups.move_to_end(mesh)
         return self._groups[mesh]

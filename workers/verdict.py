@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from workers.checks.primitives import summarise_collectives, untested_ranks, wrong_collectives
 from workers.checks.stragglers import observe_stragglers
 from workers.contract import (
     DivergenceRow,
@@ -41,7 +42,7 @@ from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
 
-VERDICT_RULES_VERSION = 2
+VERDICT_RULES_VERSION = 3
 """Rises with every change of what makes a verdict; stored with each validation."""
 MAX_STORIES = 2
 """Stories of one shard that a reason tells; the row has them all."""
@@ -56,7 +57,10 @@ def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgeme
     sifted = sift(trials, reports)
     gathered = collect(trials, sifted.accepted)
     doubts = [Reason("report_mismatch", f"{sentence} It was not counted.") for sentence in sifted.rejected]
-    failures: list[Reason] = []
+    accepted = tuple(sifted.accepted.values())
+    failures = list(wrong_collectives(accepted))
+    if untested := untested_ranks(accepted):
+        doubts.append(Reason("collectives_not_tested", f"World ranks {untested} did not self-test their collectives."))
     summaries: list[TrialSummary] = []
     for evidence in gathered:
         failed, doubted = list(_failures(evidence)), list(_doubts(evidence))
@@ -64,9 +68,9 @@ def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgeme
         doubts += doubted
         summaries.append(summarise(evidence, ok=not failed and not doubted))
     doubts += _unproven(gathered)
-    observations = observe_stragglers(tuple(sifted.accepted.values()))
+    observations = observe_stragglers(accepted)
     verdict, reasons = _conclude(failures, doubts, gathered)
-    return Judgement(verdict, reasons, tuple(summaries), observations)
+    return Judgement(verdict, reasons, tuple(summaries), observations, summarise_collectives(accepted))
 
 
 def _conclude(

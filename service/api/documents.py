@@ -18,7 +18,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
 from service.domain.validation import Cause, State, Validation
-from workers.contract import DeviationKind, End, OrderingName, Phase, ProbeName, Role, Verdict
+from workers.contract import (
+    CollectiveOp,
+    DeviationKind,
+    End,
+    OrderingName,
+    Phase,
+    Primitive,
+    ProbeName,
+    Role,
+    Verdict,
+)
 from workers.encoding import dumps, plain
 
 JSON = "application/json"
@@ -46,6 +56,25 @@ class ObservationDocument(Document):
     code: str
     message: str
     world_rank: int | None
+
+
+class CollectiveDocument(Document):
+    """One primitive on all groups of one kind, self-tested with exact integers before the first step."""
+
+    group: str
+    """What the groups are for: dp, pp, tie, ends, world; joined by + where one group serves several."""
+    primitive: Primitive
+    op: CollectiveOp | None
+    num_elements: list[int]
+    """Sizes tested; of one member's part where a primitive scatters or gathers. A gang that has served this mesh before
+    tests fewer."""
+    num_ranks: int
+    size_bytes: int
+    """Of one rank's tensors, all sizes together."""
+    seconds: Number
+    """On the slowest rank."""
+    wrong_elements: int
+    ok: bool
 
 
 class TrialDocument(Document):
@@ -91,6 +120,8 @@ class ValidationDocument(Document):
     reasons: list[ReasonDocument]
     observations: list[ObservationDocument]
     """Of a completed validation: stragglers and the like; they never change the verdict."""
+    collectives: list[CollectiveDocument]
+    """Of a completed validation: what was self-tested before its first step."""
     request: dict[str, Any]
     """As sent, with its defaults filled in."""
     trials: list[TrialDocument]
@@ -239,6 +270,7 @@ def validation_document(validation: Validation) -> dict[str, Any]:
         "cause": plain(validation.cause),
         "reasons": plain(validation.reasons),
         "observations": plain(validation.observations),
+        "collectives": plain(validation.collectives),
         "request": _in_order(validation.request),
         "trials": [{name: plain(getattr(trial, name)) for name in _TRIAL_FIELDS} for trial in validation.trials],
         "error": plain(validation.error),

@@ -65,6 +65,19 @@ VALIDATION: dict[str, Any] = {
     "cause": None,
     "reasons": [{"code": "clean", "message": "every subject is clean and every control was seen where predicted"}],
     "observations": [],
+    "collectives": [
+        {
+            "group": "dp",
+            "primitive": "reduce_scatter",
+            "op": "sum",
+            "num_elements": [1, 129],
+            "num_ranks": 4,
+            "size_bytes": 1040,
+            "seconds": 0.0004,
+            "wrong_elements": 0,
+            "ok": True,
+        }
+    ],
     "request": {"cluster": "default", "mesh": {"dp": 2, "pp": 2, "tp": 1, "vpp": 1}, "model": "tiny"},
     "trials": [
         {

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from service.domain.errors import IllegalMove
-from workers.contract import Observation, Reason, TrialSummary, Verdict
+from workers.contract import CollectiveSummary, Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
 """How often a validation is started at most; each start that loses its dispatcher uses one."""
@@ -133,6 +133,7 @@ class Validation:
     cause: Cause | None
     reasons: tuple[Reason, ...]
     observations: tuple[Observation, ...]
+    collectives: tuple[CollectiveSummary, ...]
     request: dict[str, Any]
     labels: dict[str, str]
     num_ranks: int

@@ -156,6 +156,7 @@ async def complete(
         cause=cause,
         reasons=judgement.reasons,
         observations=judgement.observations,
+        collectives=judgement.collectives,
         fingerprint=fingerprint,
         timings=dict(timings),
     )

@@ -98,6 +98,7 @@ validations = Table(
     Column("last_event_seq", Integer, nullable=False, server_default=text("0")),
     Column("revision", Integer, nullable=False, server_default=text("1")),
     Column("observations", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("collectives", JSONB, nullable=False, server_default=text("'[]'")),
     UniqueConstraint("idempotency_key"),
     CheckConstraint(
         "state IN ('queued', 'starting', 'running', 'completed', 'failed', 'cancelled')",

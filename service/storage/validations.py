@@ -22,7 +22,19 @@ from service.storage.reports import ranks_page as ranks_page
 from service.storage.reports import trace_page as trace_page
 from service.storage.session import Connection
 from service.storage.tables import trials, validations
-from workers.contract import SCHEMA_VERSION, Observation, OrderingName, ProbeName, Reason, Role, TrialSummary, Verdict
+from workers.contract import (
+    SCHEMA_VERSION,
+    CollectiveOp,
+    CollectiveSummary,
+    Observation,
+    OrderingName,
+    Primitive,
+    ProbeName,
+    Reason,
+    Role,
+    TrialSummary,
+    Verdict,
+)
 from workers.verdict import VERDICT_RULES_VERSION
 
 
@@ -192,6 +204,17 @@ def _to_trial(row: Row[Any]) -> TrialSummary:
     )
 
 
+def _to_collective(stored: Mapping[str, Any]) -> CollectiveSummary:
+    return CollectiveSummary(
+        **dict(stored)
+        | {
+            "primitive": Primitive(stored["primitive"]),
+            "op": stored["op"] and CollectiveOp(stored["op"]),
+            "num_elements": tuple(stored["num_elements"]),
+        }
+    )
+
+
 def _to_validation(row: Row[Any], judged: Sequence[TrialSummary]) -> Validation:
     values = dict(row._mapping)
     del values["idempotency_key"], values["request_hash"]
@@ -203,6 +226,7 @@ def _to_validation(row: Row[Any], judged: Sequence[TrialSummary]) -> Validation:
             "cause": row.cause and Cause(row.cause),
             "reasons": tuple(Reason(**reason) for reason in row.reasons),
             "observations": tuple(Observation(**observation) for observation in row.observations),
+            "collectives": tuple(map(_to_collective, row.collectives)),
             "error": row.error and FailureDetail(**row.error),
             "trials": tuple(judged),
         }

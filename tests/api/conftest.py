@@ -22,6 +22,8 @@ from service.storage import events, queue
 from service.storage.queue import Claim
 from service.storage.session import Database
 from workers.contract import (
+    CollectiveOp,
+    CollectiveSummary,
     Contributor,
     Deviation,
     DeviationKind,
@@ -32,6 +34,7 @@ from workers.contract import (
     Observation,
     OrderingName,
     Phase,
+    Primitive,
     ProbeName,
     Reason,
     ReplicaRow,
@@ -194,6 +197,7 @@ JUDGEMENT = Judgement(
     (Reason("clean", "every subject is clean"),),
     (_TRIAL, replace(_TRIAL, ordering=OrderingName.FIXED, role=Role.SUBJECT, reference_max_abs=None)),
     (Observation("straggler", "world_rank 1 held its peers up", 1),),
+    (CollectiveSummary("dp", Primitive.REDUCE_SCATTER, CollectiveOp.SUM, (1, 129), 4, 1040, 0.1 + 0.2, 0, True),),
 )
 
 

@@ -45,6 +45,9 @@ async def test_a_completed_validation_has_verdict_trials_and_non_finite_numbers(
     assert (body["state"], body["verdict"], body["attempt"]) == ("completed", "pass", 1)
     assert body["reasons"] == [{"code": "clean", "message": "every subject is clean"}]
     assert body["observations"] == [{"code": "straggler", "message": "world_rank 1 held its peers up", "world_rank": 1}]
+    (tested,) = body["collectives"]
+    assert (tested["group"], tested["primitive"], tested["op"]) == ("dp", "reduce_scatter", "sum")
+    assert (tested["num_elements"], tested["size_bytes"], tested["seconds"]) == ([1, 129], 1040, 0.1 + 0.2)
     assert all(set(trial) == CONTRACT_TRIAL for trial in body["trials"])
     control, subject = body["trials"]
     assert (control["tied_max_abs"], control["reference_max_abs"]) == ("Infinity", "NaN")

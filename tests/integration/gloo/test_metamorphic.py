@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from cut_batches import shared_out, trial, unsigned, whole_answer
 from gloo_world import run_trials, run_world
-from torch import Tensor
 
 from workers import step
 from workers.contract import BatchSpec, Mesh, OrderingName, ProbeName, TrialSpec
@@ -24,7 +23,7 @@ CUTS = [
 BUCKET_SIZES = (None, 1, 100, 700, 10**6)
 CLEAN = (OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE)
 
-Parts = list[tuple[Intervals, Tensor]]
+Parts = list[tuple[Intervals, list[float]]]
 """For each trial what one rank owns of the tied weight after the sync; nothing between the ends."""
 
 
@@ -59,7 +58,7 @@ def assert_whole_answer(specs: Sequence[TrialSpec], by_rank: Sequence[Parts]) ->
             whole_P = torch.full_like(whole_answer(), -(2**40))
             for rank in ranks:
                 intervals, values_n = by_rank[rank][index]
-                integers = unsigned(spec, values_n)
+                integers = unsigned(spec, torch.tensor(values_n))
                 for part in intervals:
                     size = part.stop - part.start
                     whole_P[part.start : part.stop], integers = integers[:size], integers[size:]
@@ -72,11 +71,13 @@ def synced_parts(session: Any, specs: Sequence[TrialSpec]) -> Parts:
     return [synced_part(session.trial(spec), spec, session.world_rank) for spec in specs]
 
 
-def synced_part(rank: Any, spec: TrialSpec, world_rank: int) -> tuple[Intervals, Tensor]:
+def synced_part(rank: Any, spec: TrialSpec, world_rank: int) -> tuple[Intervals, list[float]]:
     rank.run_bare_step(0)
     expectation = rank._expectation
     if world_rank not in expectation.members:
-        return (), torch.empty(0)
+        return (), []
     owned = expectation.owned[expectation.members.index(world_rank)]
     grad_P = rank._stack.grad(rank._tied)
-    return owned, torch.cat([grad_P[part.start : part.stop] for part in owned]) if owned else grad_P[:0].clone()
+    values_n = torch.cat([grad_P[part.start : part.stop] for part in owned]) if owned else grad_P[:0]
+    # As numbers: a tensor's memory would go away with the process that sends it.
+    return owned, values_n.tolist()

@@ -12,6 +12,8 @@ from service.domain.validation import Validation, new_validation_id
 from service.storage import queue, validations
 from service.storage.session import Database
 from workers.contract import (
+    CollectiveOp,
+    CollectiveSummary,
     Contributor,
     Deviation,
     DeviationKind,
@@ -22,6 +24,7 @@ from workers.contract import (
     Observation,
     OrderingName,
     Phase,
+    Primitive,
     ProbeName,
     Reason,
     ReplicaRow,
@@ -121,9 +124,12 @@ def judgement() -> Judgement:
         ok=False,
     )
     observation = Observation("straggler", "world_rank 3 held its peers up", 3)
-    return Judgement(
-        Verdict.FAIL, (Reason("non_finite", "1 value of gpt under buggy is not finite"),), (trial,), (observation,)
+    reasons = (Reason("non_finite", "1 value of gpt under buggy is not finite"),)
+    tested = (
+        CollectiveSummary("dp", Primitive.ALL_REDUCE, CollectiveOp.AVERAGE, (1, 129), 4, 520, 0.1 + 0.2, 3, False),
+        CollectiveSummary("pp+tie", Primitive.BROADCAST, None, (1,), 4, 4, 0.0, 0, True),
     )
+    return Judgement(Verdict.FAIL, reasons, (trial,), (observation,), tested)
 
 
 def _report(trial_index: int, step: int, world_rank: int) -> StepReport:

@@ -34,7 +34,15 @@ def rank_row(probe: str = "gpt", world_rank: int = 0, end: str = "wte", **values
 
 
 def validation(**values: Any) -> dict[str, Any]:
-    empty = {"state": "completed", "verdict": "pass", "cause": None, "reasons": [], "observations": [], "error": None}
+    empty = {
+        "state": "completed",
+        "verdict": "pass",
+        "cause": None,
+        "reasons": [],
+        "observations": [],
+        "error": None,
+        "collectives": [],
+    }
     return empty | values
 
 
@@ -221,3 +229,12 @@ def test_a_cancelled_validation_has_neither() -> None:
 def test_timings_are_one_line() -> None:
     timings = {"other_s": 1, "run_s": 0.5, "form_s": 3.14159, "note": "x"}
     assert terminal.timing_line(timings).plain == "time: form 3.14 s, run 0.5 s, other 1 s"
+
+
+@pytest.mark.parametrize(("ok", "state"), [(True, "all right"), (False, "1 of 2 WRONG")])
+def test_the_self_test_of_the_collectives_is_one_line(ok: bool, state: str) -> None:
+    row = {"group": "dp", "primitive": "all_reduce", "size_bytes": 600, "seconds": 0.001, "ok": True}
+    tested = [row, row | {"group": "world", "ok": ok}]
+    text = render(*terminal.verdict_lines(validation(collectives=tested)))
+    line = f"collectives: all_reduce on dp, world: {state} (1,200 bytes a rank, 2 ms)"
+    assert text.splitlines()[-1].strip() == line

@@ -11,6 +11,9 @@ import pytest
 
 from workers.contract import (
     BatchSpec,
+    CollectiveFault,
+    CollectiveOp,
+    CollectiveRow,
     Contributor,
     Deviation,
     DeviationKind,
@@ -22,6 +25,7 @@ from workers.contract import (
     ModelSpec,
     NormRow,
     OrderingName,
+    Primitive,
     ProbeName,
     ReplicaRow,
     Role,
@@ -632,3 +636,35 @@ def test_a_slow_rank_is_noticed_and_decides_nothing() -> None:
     judgement = judge(specs, reports)
     assert judgement.verdict is Verdict.PASS
     assert [(one.code, one.world_rank) for one in judgement.observations] == [("straggler", 1)]
+
+
+def tested_row(**changes: Any) -> CollectiveRow:
+    row = CollectiveRow("dp", (0, 1), Primitive.ALL_REDUCE, CollectiveOp.SUM, (1, 9), 40, 0.5, 0, None)
+    return replace(row, **changes)
+
+
+def test_self_tests_are_added_up_and_a_rank_without_one_is_a_doubt() -> None:
+    specs = planned()
+    reports = [replace(report, collectives=(tested_row(),)) for report in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert judgement.verdict is Verdict.PASS
+    (summary,) = judgement.collectives
+    assert (summary.ok, summary.num_ranks, summary.size_bytes, summary.seconds) == (True, 2, 40, 0.5)
+    silent = [replace(report, collectives=()) if report.world_rank == 1 else report for report in reports]
+    doubted = judge(specs, silent)
+    assert (doubted.verdict, codes(doubted)) == (Verdict.INCONCLUSIVE, ["collectives_not_tested"])
+
+
+def test_a_wrong_collective_fails_and_names_everything() -> None:
+    specs = planned()
+    wrong = tested_row(wrong_elements=2, first_wrong=CollectiveFault(9, 8, 770.0, 513.0, 1))
+    reports = [
+        replace(report, collectives=(wrong if report.world_rank == 1 else tested_row(),)) for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["collective_wrong"])
+    message = judgement.reasons[0].message
+    for part in ("all_reduce (sum)", "group dp", "[0, 1]", "world ranks [1]", "of 9 elements, element 8 is 513.0"):
+        assert part in message
+    assert "should be 770.0, as if the share of world_rank 1 were lost" in message
+    assert [row.ok for row in judgement.collectives] == [False]
