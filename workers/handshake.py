@@ -81,6 +81,7 @@ class Handshake:
         self._replicas = replicas
         self._plan = plan
         self._buffers: dict[int, int] = {}
+        self._held: list[Tensor] = []
         self._sequences: defaultdict[Members, int] = defaultdict(int)
         self._num_planned = 0
         self.is_due = True
@@ -88,6 +89,8 @@ class Handshake:
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Buffers that replicas lay out alike, by their order: what lies in them is told apart by its place."""
         for tensor in tensors:
+            # Held, so that no other tensor can ever lie at its address.
+            self._held.append(tensor)
             self._buffers.setdefault(tensor.untyped_storage().data_ptr(), len(self._buffers))
 
     def begin_step(self, is_due: bool = True) -> None:
