@@ -21,6 +21,7 @@ from torch import Tensor
 from workers.communicator import ProcessGroups, part
 from workers.contract import CollectiveFault, CollectiveOp, CollectiveRow, Coordinates, Mesh, Primitive
 from workers.errors import CollectiveError
+from workers.exactness import EXACT_LIMIT
 from workers.grad_sync import Prescale
 from workers.layout import PrescaleKind
 from workers.mesh import (
@@ -40,11 +41,12 @@ SWEEP_SIZES = (1, 2, 3, 7, 8, 9, 127, 128, 129, 1023, 1025, 4099, 65537)
 WARM_SIZES = (1, 129)
 """The same on one that has: a few milliseconds."""
 MAX_TERMS = 1 << 22
-"""Elements times ranks up to which every rank computes everybody's message; longer ones are left out of the sweep."""
+"""Numbers of everybody's messages that every rank may compute; sizes that need more are left out of the sweep."""
 _GUARD = 3
 """Elements on either side of a view: an odd start, so that nothing is aligned by luck."""
 _UNTOUCHED = -7.0
 _CODE_DIGITS = 4
+_NOBODY = -1
 
 CASES = (
     (Primitive.ALL_REDUCE, CollectiveOp.SUM),
@@ -203,17 +205,24 @@ class _Case:
             scale.settle(mine_n)
 
         factor = scale.divisor if averaging else 1
-        return act, expected_n, lambda element: self._misread(float(view_n[element]) * factor, element)
+        size = mine_n.numel()
+
+        def suspect(element: int) -> int:
+            if scattering and element // size != self.me:
+                return _NOBODY
+            return self._misread(float(view_n[element]) * factor, element)
+
+        return act, expected_n, suspect
 
     def _misread(self, total: float, element: int) -> int:
-        """The member whose digit in a sum is not 1; -1 where nothing tells."""
-        if not total.is_integer():
-            return -1
+        """The member whose digit in a sum is not 1, where just one's is not."""
+        if not (total.is_integer() and abs(total) <= EXACT_LIMIT):
+            return _NOBODY
         code = RankCode(len(self.members), _CODE_DIGITS)
         contributors, digits = code.read(torch.tensor([int(total)]), torch.tensor([element]))
         odd = [int(c) for c, d in zip(contributors.flatten(), digits.flatten(), strict=True) if d != 1]
         odd = [member for member in odd if member < len(self.members)]
-        return odd[0] if len(odd) == 1 else -1
+        return odd[0] if len(odd) == 1 else _NOBODY
 
     def _pass_on(self, sent_n: Tensor, view_n: Tensor) -> None:
         """Send to the next member, receive from the one before."""
@@ -229,8 +238,8 @@ class _Case:
         if self.first is None and wrong.numel():
             at = int(wrong[0])
             element = at - _GUARD
-            member = suspect(element) if 0 <= element < num_elements else -1
-            share = None if member < 0 else self.members[member]
+            member = suspect(element) if 0 <= element < num_elements else _NOBODY
+            share = None if member == _NOBODY else self.members[member]
             self.first = CollectiveFault(num_elements, element, float(expected_S[at]), float(found_S[at]), share)
 
 
