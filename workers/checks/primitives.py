@@ -44,7 +44,7 @@ def wrong_collectives(reports: Sequence[StepReport]) -> Iterator[Reason]:
                 seen[row.group, row.primitive, row.op].append((report.world_rank, row))
     for (group, primitive, op), found in seen.items():
         _, row = found[0]
-        ranks = [world_rank for world_rank, _ in found]
+        ranks = list(dict.fromkeys(world_rank for world_rank, _ in found))
         title = primitive.value + (f" ({op.value})" if op else "")
         message = f"{title} on group {group} (world ranks {list(row.members)}) is wrong on world ranks {ranks}"
         yield Reason("collective_wrong", f"self-test: {message}: {_told(row)}.")
