@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from workers.contract import Device, DivergenceRow, Mesh, OrderingName, ProbeName, Role, StepReport, TrialSpec
+from workers.contract import Device, DivergenceRow, Mesh, OrderingName, Phase, ProbeName, Role, StepReport, TrialSpec
 from workers.errors import LayoutAssertionError
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
@@ -58,3 +58,29 @@ def assert_as_predicted(spec: TrialSpec, reports: Sequence[Sequence[StepReport]]
     else:
         assert diverged <= misowned
         assert diverged == sum(row.predicted_elements for _, row in found)
+    assert_every_parameter_right(spec, reports, index, steps)
+
+
+def assert_every_parameter_right(
+    spec: TrialSpec, reports: Sequence[Sequence[StepReport]], index: int, steps: int
+) -> None:
+    """No ordering gets a parameter other than the tied weight wrong, nor the tied weight before the ends are added."""
+    mesh = spec.mesh
+    sharded = ORDERINGS[spec.ordering].distributed_optimizer
+    found = [report for ranks in reports for report in ranks if report.trial_index == index]
+    assert not any(row.deviating_ranks for report in found for row in report.divergence)
+    for pp_rank in range(mesh.pp):
+        of_stage = [row for report in found if report.pp_rank == pp_rank for row in report.parameters]
+        phases = {row.phase: row.total_elements for row in of_stage}
+        holds_an_end = mesh.pp > 1 and pp_rank in (0, mesh.pp - 1)
+        assert (Phase.SCATTERED in phases) == (holds_an_end and ORDERINGS[spec.ordering].ties_last)
+        for phase, total in phases.items():
+            owned = sum(row.owned_elements for row in of_stage if row.phase is phase)
+            assert owned == total * steps * (1 if sharded else mesh.dp) > 0
+    for report in found:
+        for row in report.parameters:
+            wrong = (row.diverged_elements, row.nonfinite_elements, row.reference_exceeded_elements)
+            assert wrong == (0, 0, 0), (spec, report.world_rank, row)
+            assert (row.first_diverged, row.deviating_ranks) == (None, ())
+            replayed = row.phase is Phase.FINAL and (spec.probe is ProbeName.EXACT or report.step == 0)
+            assert (row.reference_max_abs_error is not None) == (replayed and row.owned_elements > 0)

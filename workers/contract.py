@@ -239,6 +239,8 @@ class DivergenceRow:
     sum: float
     l2: float
     digest: str
+    deviating_ranks: tuple[int, ...] = ()
+    """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,38 @@ class TiedRow:
     """Elements whose difference is larger than rounding allows (any difference, where orders agree)."""
     weights_max_abs_difference: float
     weights_num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterElement:
+    """One element of one parameter, by name and flat, row-major index."""
+
+    parameter: str
+    element: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParametersRow:
+    """What the elements that one rank owns show in one step, over several parameters of its stage.
+
+    `phase` tells which: `scattered` is the tied weight as that sync left it, before the tie; `final` is every other
+    parameter as the optimizer gets it.
+    """
+
+    phase: Phase
+    total_elements: int
+    """Of these parameters, owned by this rank or not."""
+    owned_elements: int
+    diverged_elements: int
+    nonfinite_elements: int
+    first_diverged: ParameterElement | None
+    max_abs_error: float
+    max_error_over_bound: float
+    reference_max_abs_error: float | None
+    """None where there was no replay."""
+    reference_exceeded_elements: int
+    deviating_ranks: tuple[int, ...]
+    """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +333,8 @@ class StepReport:
     """Time by RankPhase value, in seconds, from a monotonic clock."""
     nonfinite_elements: int = 0
     """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
+    parameters: tuple[ParametersRow, ...] = ()
+    """What the judges of every other parameter, and of the tied weight between two phases, found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class _Owner:
         self._first: int | None = None
         self._last: int | None = None
         self._replayed = False
+        self._deviating: set[int] = set()
         self._tied = False
 
     def add(self, piece: Piece) -> None:
@@ -149,7 +150,11 @@ class _Owner:
         truth, missing = self._truth(replayed, piece.intervals)
         allowed = self._bound(replayed).maximum(bound) + 2 * floor_C.sum()
         exceeded = ~((synced - (truth - missing)).abs() <= allowed)
-        exceeded |= (~((terms - replayed).abs() <= 2 * floor_C[:, None])).any(dim=0)
+        deviating_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
+        exceeded |= deviating_Cn.any(dim=0)
+        self._deviating |= {
+            self._expectation.members[at] for at in deviating_Cn.any(dim=1).nonzero().flatten().tolist()
+        }
         self._replayed = True
         self._count("reference_exceeded", exceeded)
         self._peak("reference_error", (synced - truth).abs())
@@ -191,6 +196,7 @@ class _Owner:
             sum=sums["value"],
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
+            deviating_ranks=tuple(sorted(self._deviating)),
         )
         return EndJudgement(divergence, self._tied_row() if self._tied else None)
 

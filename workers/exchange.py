@@ -3,7 +3,7 @@
 By all-to-all among the holders of the tied weight, never by the collective under test. Does not judge.
 
 Shape legend: P = elements of the tied weight; n = elements of one piece of an owner's intervals; C = contributors, in
-the order of `workers.mesh.ends_members`.
+the order of `Expectation.members`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.contract import Mesh, ProbeName
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Interval, Intervals, count, intersect, pieces
-from workers.mesh import Members, ends_members
+from workers.mesh import Members
 
 PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
@@ -33,6 +33,8 @@ class Expectation:
 
     probe: ProbeName
     mesh: Mesh
+    members: Members
+    """World ranks of the holders: the first end by dp_rank, then (where there are two) the other."""
     prescale: Prescale
     sharded: bool
     """Each element has one owner at each end; otherwise every rank owns everything."""
@@ -41,12 +43,7 @@ class Expectation:
     misowned: Intervals
     """Elements whose owner differs between the ends, where the ordering's phases make that matter."""
     owned: tuple[Intervals, ...]
-    """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
-
-    @property
-    def members(self) -> Members:
-        """World ranks of the holders."""
-        return ends_members(self.mesh)
+    """By index in `members`: the elements that holder owns (all of them without a distributed optimizer)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,11 @@ class Ordering:
         return RULES[self.layout]
 
     @property
+    def ties_last(self) -> bool:
+        """Whether the data-parallel sync is over when the two ends are added."""
+        return self.phases[-1] is SyncPhase.TIE_ALL_REDUCE
+
+    @property
     def ties_after_scatter(self) -> bool:
         """Whether the tie adds gradients that are complete at their owners only: where misownership hurts."""
         return self.phases == _SCATTER_THEN_TIE

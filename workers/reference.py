@@ -15,6 +15,7 @@ from torch import nn
 from workers.contract import ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
 from workers.models import build_stage, exact, microbatch_loss, microbatches
+from workers.parameters import tied_parameter_name
 
 
 class TiedGradients(NamedTuple):
@@ -35,24 +36,55 @@ def replay_tied_gradients(
     `dtype=torch.float64` computes the same weights and data in float64 throughout (the floor). The exact probe has
     weights for every step; gpt's follow from training, so only step 0 can be replayed: SpecError otherwise.
     """
+    stages = _build_stages(spec, step, device, dtype)
+    sums = _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))
+    flat = [total.flatten() for total in sums]
+    return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+
+
+def replay_inner_gradients(
+    spec: TrialSpec, step: int, dp_rank: int, pp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Local gradients of `dp_rank` of every parameter of one stage but the tied weight, flat [N], as registered.
+
+    As `replay_tied_gradients`. In float64 the exact probe's gradients are the integers themselves.
+    """
+    stages = _build_stages(spec, step, device, dtype)
+    tied_name = tied_parameter_name(spec.mesh.pp, pp_rank)
+    inner = [parameter for name, parameter in stages[pp_rank].named_parameters() if name != tied_name]
+    if not inner:
+        return torch.zeros(0, device=device)
+    return torch.cat([total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, inner)])
+
+
+def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch.dtype | None) -> list[nn.Module]:
+    """The whole model with its weights of `step`. SpecError where they follow from training."""
     if spec.probe is ProbeName.GPT and step != 0:
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )
     stages = [build_stage(spec, pp_rank, device, step) for pp_rank in range(spec.mesh.pp)]
-    if dtype is not None:
-        stages = [stage.to(dtype) for stage in stages]
-    weights = _tied_weights(stages)
-    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = [torch.zeros_like(weight, dtype=sum_dtype) for weight in weights]
+    return stages if dtype is None else [stage.to(dtype) for stage in stages]
+
+
+def _accumulate(
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    device: torch.device,
+    stages: list[nn.Module],
+    parameters: list[torch.Tensor] | list[nn.Parameter],
+) -> list[torch.Tensor]:
+    """One dp rank's gradients of `parameters`, added up microbatch by microbatch in float32, or float64 for such."""
+    sum_dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+    sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in parameters]
     loss_function = microbatch_loss(spec)
     batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
     for tokens, targets in zip(*batches, strict=True):
         loss = loss_function(_forward(stages, tokens), targets)
-        for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
+        for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
             total.add_(gradient)
-    flat = [total.flatten() for total in sums]
-    return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+    return sums
 
 
 def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:

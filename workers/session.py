@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,11 @@ from workers.contract import (
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
 from workers.mesh import MeshGroups
-from workers.reference import exact_tied_gradients, replay_tied_gradients
+from workers.reference import exact_tied_gradients, replay_inner_gradients, replay_tied_gradients
 from workers.step import PhaseClock, RankTrial
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 MAX_CACHED_MESHES = 4
 MAX_CACHED_REPLAYS = 8
@@ -172,19 +176,36 @@ class ReplayMemo:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: OrderedDict[tuple[TrialSpec, int, int], tuple[Replay, Replay]] = OrderedDict()
+        self._inner: OrderedDict[tuple[TrialSpec, int, int, int], Replay] = OrderedDict()
 
     def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
         """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        # Neither the ordering nor the number of steps changes the data or the weights.
-        key = (replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None), step, dp_rank)
-        if key not in self._known:
-            if len(self._known) >= MAX_CACHED_REPLAYS:
-                self._known.popitem(last=False)
-            self._known[key] = compute_replays(spec, step, dp_rank, self._device)
-        self._known.move_to_end(key)
-        return self._known[key][0 if end is End.WTE else 1]
+        key = (_data_of(spec), step, dp_rank)
+        replays = _remembered(self._known, key, lambda: compute_replays(spec, step, dp_rank, self._device))
+        return replays[0 if end is End.WTE else 1]
+
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, pp_rank: int) -> Replay | None:
+        """The replay of a stage's other parameters, flat and as registered; None for gpt after its first step."""
+        if spec.probe is ProbeName.GPT and step > 0:
+            return None
+        key = (_data_of(spec), step, dp_rank, pp_rank)
+        return _remembered(self._inner, key, lambda: compute_inner_replay(spec, step, dp_rank, pp_rank, self._device))
+
+
+def _data_of(spec: TrialSpec) -> TrialSpec:
+    """The trial without what changes neither its data nor its weights."""
+    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None)
+
+
+def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:
+    if key not in known:
+        if len(known) >= MAX_CACHED_REPLAYS:
+            known.popitem(last=False)
+        known[key] = compute()
+    known.move_to_end(key)
+    return known[key]
 
 
 def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[Replay, Replay]:
@@ -199,6 +220,15 @@ def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.devi
     if replayed.lm_head_P is None or precise.lm_head_P is None:
         return wte, wte
     return wte, Replay(replayed.lm_head_P, _distance(replayed.lm_head_P, precise.lm_head_P))
+
+
+def compute_inner_replay(spec: TrialSpec, step: int, dp_rank: int, pp_rank: int, device: torch.device) -> Replay:
+    """One dp rank's contribution to a stage's parameters other than the tied weight, with its floor."""
+    precise = replay_inner_gradients(spec, step, dp_rank, pp_rank, device, dtype=torch.float64)
+    if spec.probe is ProbeName.EXACT:
+        return Replay(precise.float(), 0.0)
+    replayed = replay_inner_gradients(spec, step, dp_rank, pp_rank, device)
+    return Replay(replayed, _distance(replayed, precise))
 
 
 def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:

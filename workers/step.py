@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from workers.checks.parameters import Named, ParameterJudge
 from workers.checks.replicas import digest
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
     Coordinates,
     DivergenceRow,
     End,
+    ParametersRow,
     Phase,
     Position,
     ProbeName,
@@ -81,8 +84,14 @@ class PhaseClock:
         self._entered_s = time.perf_counter()
 
 
-ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
-"""(spec, step, dp_rank of the contribution, its end) -> its replay, or None where the weights are not known."""
+class ReplaySource(Protocol):
+    """Contributions as a single process computes them; None where the weights are not known."""
+
+    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
+        """What `dp_rank` contributes to one end of the tied weight."""
+
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, pp_rank: int) -> Replay | None:
+        """What `dp_rank` contributes to every other parameter of a stage, flat and as registered."""
 
 
 class RankTrial:
@@ -121,6 +130,7 @@ class RankTrial:
         layout = stage_layout(spec, self._ordering, at.pp_rank)
         self._shards = [layout.owned_intervals(tied_name, shard) for shard in range(spec.mesh.dp)] if tied_name else []
         self._stack = self._build_stack(groups, layout)
+        self._build_judges(tied_name)
         self._pipeline = Pipeline(self._module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
@@ -143,6 +153,25 @@ class RankTrial:
         )
         return ReferenceStack(context, self._ordering, layout, self._prescale)
 
+    def _build_judges(self, tied_name: str | None) -> None:
+        """One for what ends with the replicas of this stage, one for the tied weight as their sync leaves it."""
+        spec, at = self._spec, self._at
+        named = [Named(name, parameter) for name, parameter in self._module.named_parameters()]
+
+        members = dp_members(spec.mesh, at.pp_rank)
+
+        def judge_of(judged: list[Named]) -> ParameterJudge | None:
+            if not judged:
+                return None
+            return ParameterJudge(
+                spec.probe, self._prescale, members, at.world_rank, judged, self._stack, self._communicator
+            )
+
+        self._inner = judge_of([each for each in named if each.name != tied_name])
+        tied_last = spec.mesh.pp > 1 and self._ordering.ties_last
+        self._scattered = judge_of([each for each in named if each.name == tied_name]) if tied_last else None
+        self._scattered_N: Tensor | None = None
+
     def _struck(self, communicator: ProcessGroups) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
         drill = self._spec.drill
@@ -162,16 +191,18 @@ class RankTrial:
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite = count_nonfinite(*map(self._stack.grad, self._module.parameters()))
         local_P, trace = self._observe_local()
+        self._remember_local(local_P)
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        parameters = tuple(self._judge_parameters(step))
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._module.parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
+        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, num_nonfinite)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -205,6 +236,8 @@ class RankTrial:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
             trace.extend(self._trace(phase))
+            if self._scattered is not None and phase is Phase.SCATTERED:
+                self._scattered_N = self._scattered.copy()
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
@@ -239,6 +272,19 @@ class RankTrial:
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._module.parameters()])])
 
+    def _remember_local(self, local_P: Tensor | None) -> None:
+        if self._inner is not None:
+            self._inner.remember()
+        if self._scattered is not None:
+            self._scattered.remember(local_P)
+
+    def _judge_parameters(self, step: int) -> Iterator[ParametersRow]:
+        if self._inner is not None:
+            neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
+            yield self._inner.judge(Phase.FINAL, self._replay.inner(self._spec, step, neighbour, self._at.pp_rank))
+        if self._scattered is not None:
+            yield self._scattered.judge(Phase.SCATTERED, None, self._scattered_N)
+
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
 
@@ -248,6 +294,7 @@ class RankTrial:
         divergence: tuple[DivergenceRow, ...],
         trace: tuple[TraceRow, ...],
         tied: TiedRow | None,
+        parameters: tuple[ParametersRow, ...],
         replica: ReplicaRow,
         loss: float | None,
         num_nonfinite: int,
@@ -270,6 +317,7 @@ class RankTrial:
             loss=loss,
             seconds=dict(self._clock.seconds),
             nonfinite_elements=num_nonfinite,
+            parameters=parameters,
         )
 
 
@@ -293,6 +341,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
+        members=ends_members(mesh),
         prescale=prescale_for(ordering, spec.probe, mesh.dp),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
