@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from workers.contract import Device, Dtype, Launcher, OrderingName, ProbeName
+from workers.contract import Device, Dtype, Launcher, OrderingName, ProbeName, Schedule
 from workers.faults import DRILL_FORM
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print the API's object; progress goes to standard error.")]
 Dp = Annotated[int | None, typer.Option(help="Data-parallel replicas.", show_default="2")]
-Pp = Annotated[int | None, typer.Option(help="Pipeline stages.", show_default="2")]
+Pp = Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default="2")]
+Vpp = Annotated[int | None, typer.Option(help="Model chunks a rank; 2 or more are interleaved.", show_default="1")]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -124,9 +125,11 @@ def validate(
     cluster: Annotated[str | None, typer.Option(help="The cluster to run on.", show_default="default")] = None,
     dp: Dp = None,
     pp: Pp = None,
+    vpp: Vpp = None,
     model: Model = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Sequences a microbatch.")] = None,
     num_microbatches: Annotated[int | None, typer.Option(help="Microbatches a step; at least pp.")] = None,
+    schedule: Annotated[Schedule | None, typer.Option(help="Order of microbatches.", show_default="1f1b")] = None,
     probe: Annotated[list[ProbeName] | None, typer.Option(help="Repeat for several.", show_default="both")] = None,
     ordering: Annotated[
         list[OrderingName] | None, typer.Option(help="Repeat for several.", show_default="buggy, fixed, own_bucket")
@@ -153,9 +156,10 @@ def validate(
 
     request = build_request(
         cluster=cluster,
-        mesh={"dp": dp, "pp": pp},
+        mesh={"dp": dp, "pp": pp, "vpp": vpp},
         model=model,
         batch={"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches},
+        schedule=schedule,
         probes=probe,
         orderings=ordering,
         steps=steps,
@@ -184,6 +188,7 @@ def predict(
     model: Model = None,
     dp: Dp = None,
     pp: Pp = None,
+    vpp: Vpp = None,
     version: Annotated[
         list[str] | None, typer.Option(help="Megatron-LM version or commit; repeat for several.", show_default="all")
     ] = None,
@@ -196,9 +201,7 @@ def predict(
     from service.progress import print_json
     from service.terminal import open_console
 
-    found = forecast(
-        parse_model(model or "tiny"), 2 if dp is None else dp, 2 if pp is None else pp, version or [], ordering or []
-    )
+    found = forecast(parse_model(model or "tiny"), {"dp": dp, "pp": pp, "vpp": vpp}, version or [], ordering or [])
     if json:
         print_json(found)
     else:

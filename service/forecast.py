@@ -19,35 +19,49 @@ MAX_RANGES = 3
 
 def forecast(
     model: str | Mapping[str, int],
-    dp: int | None,
-    pp: int | None,
+    sizes: Mapping[str, int | None],
     versions: Sequence[str],
     orderings: Sequence[OrderingName],
 ) -> dict[str, Any]:
-    """Predictions for versions and orderings; with neither, for every known version. The mesh defaults to 2 x 2."""
-    dp, pp = 2 if dp is None else dp, 2 if pp is None else pp
-    if dp < 1 or pp < 1:
-        raise UsageFault(f"--dp {dp} --pp {pp}: both must be at least 1")
-    sizes, tied = _resolve_model(model)
+    """Predictions for versions and orderings; with neither, for every known version.
+
+    `sizes` are those of the mesh (dp, pp, vpp); None takes the default, 2 x 2 with one chunk a rank.
+    """
+    mesh = _resolve_mesh(sizes)
+    model_sizes, tied = _resolve_model(model)
     subjects: list[tuple[str, LayoutVersion | OrderingName]] = [(text, resolve(text)) for text in versions]
     subjects += [(ordering.value, ordering) for ordering in orderings]
     subjects = subjects or [(version.value, version) for version in RULES]
-    mesh = Mesh(dp=dp, pp=pp)
-    found = [_describe(name, subject, predict_model(subject, mesh, sizes, tied=tied)) for name, subject in subjects]
-    return {"model": model, "tied": tied, "mesh": {"dp": dp, "pp": pp}, "predictions": found}
+    found = [
+        _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied)) for name, subject in subjects
+    ]
+    shape = {"dp": mesh.dp, "pp": mesh.pp, "vpp": mesh.vpp}
+    return {"model": model, "tied": tied, "mesh": shape, "predictions": found}
 
 
 def forecast_table(found: Mapping[str, Any]) -> Table:
     """One line a version or ordering."""
     mesh = found["mesh"]
     model = _model_name(found["model"]) + ("" if found["tied"] else ", not tied")
-    title = f"wrong elements of the tied weight: {model}, dp {mesh['dp']}, pp {mesh['pp']}"
+    shape = f"dp {mesh['dp']}, pp {mesh['pp']}" + (f", vpp {mesh['vpp']}" if mesh["vpp"] > 1 else "")
+    title = f"wrong elements of the tied weight: {model}, {shape}"
     table = Table(title=title, title_justify="left", box=None, show_edge=False, pad_edge=False)
     for name in ("for", "wrong at each end", "of", "share", "where"):
         table.add_column(name, justify="right" if name in ("wrong at each end", "of", "share") else "left")
     for entry in found["predictions"]:
         table.add_row(entry["subject"], *_cells(entry))
     return table
+
+
+def _resolve_mesh(sizes: Mapping[str, int | None]) -> Mesh:
+    given = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in given.items():
+        if size < 1:
+            raise UsageFault(f"--{name} {size}: must be at least 1")
+    mesh = Mesh(**given)
+    if mesh.vpp > 1 and mesh.pp == 1:
+        raise UsageFault(f"--vpp {mesh.vpp}: chunks are interleaved over pipeline ranks; ask for --pp 2 or more")
+    return mesh
 
 
 def _describe(name: str, subject: LayoutVersion | OrderingName, prediction: Prediction) -> dict[str, Any]:

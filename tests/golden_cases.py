@@ -57,12 +57,12 @@ class GoldenCase:
     def prescale(self) -> Prescale:
         return Prescale(self.rule.prescale, self.dp)
 
-    def buffer(self, world_rank: int) -> GradBuffer:
-        """A rank's buffer with the captured local gradient of the tied weight in its place."""
+    def buffers(self, world_rank: int) -> list[GradBuffer]:
+        """A rank's one buffer with the captured local gradient of the tied weight in its place."""
         at = self.mesh.coordinates(world_rank)
         buffer = GradBuffer(self.layouts[at.pp_rank], torch.device("cpu"), tied_parameter_name(2, at.pp_rank))
         buffer.tied_grad().copy_(torch.from_numpy(self.local[at.pp_rank, at.dp_rank]))
-        return buffer
+        return [buffer]
 
     def expected_final(self, world_rank: int) -> np.ndarray:
         at = self.mesh.coordinates(world_rank)

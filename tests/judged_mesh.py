@@ -15,12 +15,13 @@ from workers.communicator import ProcessGroups, VirtualRanks
 from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Holding, Replay
-from workers.grad_buffer import GradBuffer
+from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.grad_sync import prescale_for, sync_gradients
 from workers.mesh import dp_members, ends_members
 from workers.orderings import ORDERINGS
 from workers.parameters import tied_parameter_name
-from workers.step import expect, stage_layout
+from workers.prediction import stage_layout
+from workers.step import expect
 
 MODEL = ModelSpec(vocab_size=401, hidden_size=12, num_layers=4, num_heads=3, seq_len=5)
 
@@ -39,8 +40,8 @@ class JudgedMesh:
         self.expectation = expect(self.spec, self.ordering)
         self.holders = ends_members(mesh)
         self.floor = floor
-        self.buffers = {rank: self._buffer(rank) for rank in range(mesh.world_size)}
-        self.local = {rank: self.buffers[rank].tied_grad().clone() for rank in self.holders}
+        self.buffers = {rank: self._buffers(rank) for rank in range(mesh.world_size)}
+        self.local = {rank: self.held(rank).clone() for rank in self.holders}
         self.replayed = {rank: grad.clone() for rank, grad in self.local.items()}
         self.synced: dict[int, Tensor] = {}
 
@@ -50,7 +51,7 @@ class JudgedMesh:
 
     def held(self, rank: int) -> Tensor:
         """What the sync will read of a rank's tied gradient, as a view."""
-        return self.buffers[rank].tied_grad()
+        return tied_buffer(self.buffers[rank]).tied_grad()
 
     def synchronise(self) -> None:
         prescale = prescale_for(self.ordering, self.spec.probe, self.mesh.dp)
@@ -90,11 +91,15 @@ class JudgedMesh:
     def owners(self, element: int) -> list[int]:
         return [rank for rank in self.holders if element in self.owned(rank)]
 
-    def _buffer(self, rank: int) -> GradBuffer:
-        at = self.mesh.coordinates(rank)
-        layout = stage_layout(self.spec, self.ordering, at.pp_rank)
-        buffer = GradBuffer(layout, torch.device("cpu"), tied_parameter_name(self.mesh.pp, at.pp_rank))
+    def _buffers(self, rank: int) -> list[GradBuffer]:
+        """One a chunk."""
         generator = torch.Generator().manual_seed(rank)
+        stages = self.mesh.stages(self.mesh.coordinates(rank).pp_rank)
+        return [self._buffer(stage, generator) for stage in stages]
+
+    def _buffer(self, stage: int, generator: torch.Generator) -> GradBuffer:
+        layout = stage_layout(self.spec, stage)
+        buffer = GradBuffer(layout, torch.device("cpu"), tied_parameter_name(self.mesh.num_stages, stage))
         for placed in layout.params:
             buffer.grad(placed.name).copy_(self._values(placed.stop - placed.start, generator))
         return buffer

@@ -30,10 +30,11 @@ from workers.contract import (
     ProbeName,
     RankFailure,
     RankPhase,
+    Schedule,
     Verdict,
 )
 from workers.encoding import dumps
-from workers.experiment import ExperimentSpec, resolve, trials
+from workers.experiment import ExperimentSpec, default_batch, resolve, trials
 from workers.faults import DRILL_FORM, read_drill
 from workers.launch import LaunchError, Place, open_store, read_place, speaks, take_device
 from workers.plan import violations
@@ -168,14 +169,18 @@ def _error(failures: Sequence[RankFailure], absent: Sequence[int]) -> dict[str, 
 
 
 def _experiment(options: argparse.Namespace) -> ExperimentSpec:
-    batch = None
+    mesh, batch = Mesh(options.dp, options.pp, vpp=options.vpp), None
     if options.num_microbatches is not None or options.micro_batch_size is not None:
-        num_microbatches = max(2, options.pp) if options.num_microbatches is None else options.num_microbatches
-        batch = BatchSpec(1 if options.micro_batch_size is None else options.micro_batch_size, num_microbatches)
+        default = default_batch(mesh)
+        batch = BatchSpec(
+            default.micro_batch_size if options.micro_batch_size is None else options.micro_batch_size,
+            default.num_microbatches if options.num_microbatches is None else options.num_microbatches,
+        )
     return ExperimentSpec(
-        mesh=Mesh(options.dp, options.pp),
+        mesh=mesh,
         model=options.model,
         batch=batch,
+        schedule=options.schedule,
         probes=tuple(options.probes),
         orderings=tuple(options.orderings),
         steps=options.steps,
@@ -198,9 +203,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m workers", description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--vpp", type=int, default=1, help="model chunks a rank; 2 or more are interleaved")
     parser.add_argument("--model", type=_model, default="tiny", help="a name, or VOCAB,HIDDEN,LAYERS,HEADS,SEQ")
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--num-microbatches", type=int)
+    parser.add_argument("--schedule", type=_choice(Schedule), default=Schedule.ONE_F_ONE_B, help=", ".join(Schedule))
     _add_choices(parser, "--probes", ProbeName, list(ProbeName))
     _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)

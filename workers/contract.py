@@ -49,9 +49,10 @@ class Device(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The order of microbatches in a pipeline."""
+    """The order of microbatches in a pipeline. With several chunks a rank (vpp) 1F1B is interleaved."""
 
     ONE_F_ONE_B = "1f1b"
+    GPIPE = "gpipe"
 
 
 class Launcher(StrEnum):
@@ -129,6 +130,15 @@ class Mesh:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.pp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into: vpp for each pipeline rank."""
+        return self.pp * self.vpp
+
+    def stages(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, by chunk: pp_rank, pp_rank + pp, pp_rank + 2 pp ..."""
+        return tuple(range(pp_rank, self.num_stages, self.pp))
 
     def world_rank(self, dp_rank: int, pp_rank: int, tp_rank: int = 0) -> int:
         """The world rank at these coordinates."""

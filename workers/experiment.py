@@ -52,7 +52,14 @@ def resolve(spec: ExperimentSpec) -> ExperimentSpec:
 
 def default_batch(mesh: Mesh) -> BatchSpec:
     """What `batch` is where none is asked for."""
-    return BatchSpec(micro_batch_size=1, num_microbatches=max(2, mesh.pp))
+    return BatchSpec(micro_batch_size=1, num_microbatches=_microbatches_for(mesh, 2))
+
+
+def _microbatches_for(mesh: Mesh, least: int) -> int:
+    """At least `least`, and as many as the pipeline needs: pp, or a multiple of it where chunks are interleaved."""
+    if mesh.vpp > 1 and mesh.pp > 1:
+        return -(-least // mesh.pp) * mesh.pp
+    return max(least, mesh.pp)
 
 
 def trials(spec: ExperimentSpec, device: Device) -> tuple[TrialSpec, ...]:
@@ -74,7 +81,9 @@ def probe_model(spec: ExperimentSpec, probe: ProbeName) -> ModelSpec:
     if isinstance(spec.model, ModelSpec):
         return spec.model
     if probe is ProbeName.EXACT:
-        return ModelSpec(vocab_size=64, hidden_size=32, num_layers=max(4, spec.mesh.pp), num_heads=4, seq_len=16)
+        return ModelSpec(
+            vocab_size=64, hidden_size=32, num_layers=max(4, spec.mesh.num_stages), num_heads=4, seq_len=16
+        )
     if spec.model not in NAMED_MODELS:
         raise SpecError(f"model {spec.model!r} is unknown; name one of {sorted(NAMED_MODELS)}, or give sizes")
     return NAMED_MODELS[spec.model]
@@ -83,7 +92,7 @@ def probe_model(spec: ExperimentSpec, probe: ProbeName) -> ModelSpec:
 def probe_batch(spec: ExperimentSpec, probe: ProbeName) -> BatchSpec:
     """The batch of a probe: the requested one; with a named model, exact keeps its own default."""
     if probe is ProbeName.EXACT and not isinstance(spec.model, ModelSpec):
-        return BatchSpec(micro_batch_size=1, num_microbatches=max(4, spec.mesh.pp))
+        return BatchSpec(micro_batch_size=1, num_microbatches=_microbatches_for(spec.mesh, 4))
     return spec.batch or default_batch(spec.mesh)
 
 

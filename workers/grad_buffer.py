@@ -5,7 +5,7 @@ Gradients are accumulated in float32 here, microbatch by microbatch, and synchro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,14 @@ class GradBuffer:
         self.main_grad.zero_()
 
 
+def tied_buffer(chunks: Sequence[GradBuffer]) -> GradBuffer:
+    """Of a rank's buffers (one per chunk) the one that holds the tied weight. KeyError where none does."""
+    for buffer in chunks:
+        if buffer.tied_name is not None:
+            return buffer
+    raise KeyError("no chunk of this rank holds a copy of the tied weight")
+
+
 class ParameterBuffer:
     """A stage's weights moved into one buffer of the same layout; each parameter becomes a view into it."""
 
@@ -57,6 +65,10 @@ class ParameterBuffer:
             view = parameter_view(self.values, layout, name)
             view.copy_(parameter.data.flatten())
             parameter.data = view.view(parameter.shape)
+
+    def buckets(self) -> range:
+        """Indices of the buckets, in buffer order."""
+        return range(len(self.layout.buckets))
 
     def bucket(self, index: int) -> Tensor:
         """The index-th bucket as a view."""

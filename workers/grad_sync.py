@@ -7,14 +7,14 @@ the first and the last stage), and its reordered variants. It does not judge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from workers.communicator import Communicator
 from workers.contract import Mesh, Phase, ProbeName
-from workers.grad_buffer import GradBuffer
+from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
 from workers.mesh import Members, dp_members, tie_members
 from workers.orderings import Ordering, SyncPhase
@@ -46,6 +46,9 @@ def prescale_for(ordering: Ordering, probe: ProbeName, dp: int) -> Prescale:
     return Prescale(ordering.rule.prescale, divisor)
 
 
+RankBuffers = Mapping[int, Sequence[GradBuffer]]
+"""By hosted world rank: its gradient buffers, one per model chunk."""
+
 Observer = Callable[[Phase], None]
 """Called after each phase, with the name of what the gradients have just been through."""
 
@@ -53,7 +56,7 @@ Observer = Callable[[Phase], None]
 def sync_gradients(
     ordering: Ordering,
     mesh: Mesh,
-    buffers: Mapping[int, GradBuffer],
+    buffers: RankBuffers,
     communicator: Communicator,
     prescale: Prescale,
     observe: Observer,
@@ -71,30 +74,34 @@ def sync_gradients(
             observe(Phase.SCATTERED)
 
 
-def sync_dp(
-    phase: SyncPhase, mesh: Mesh, buffers: Mapping[int, GradBuffer], communicator: Communicator, prescale: Prescale
-) -> None:
-    """Scale and sum every bucket of every stage over its data-parallel replicas, in place."""
+def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, prescale: Prescale) -> None:
+    """Scale and sum every bucket of every chunk over its data-parallel replicas, in place."""
     collective = communicator.reduce_scatter if phase is SyncPhase.DP_REDUCE_SCATTER else communicator.all_reduce
     for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
         hosted = _hosted(members, communicator)
         if not hosted:
             continue
-        for index in buffers[hosted[0]].buckets():
-            buckets = {world_rank: buffers[world_rank].bucket(index) for world_rank in hosted}
+        for chunk, index in _buckets(buffers[hosted[0]]):
+            buckets = {world_rank: buffers[world_rank][chunk].bucket(index) for world_rank in hosted}
             for bucket_N in buckets.values():
                 prescale.apply(bucket_N)
             collective(members, buckets)
 
 
-def all_reduce_tied(mesh: Mesh, buffers: Mapping[int, GradBuffer], communicator: Communicator) -> None:
+def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator) -> None:
     """Sum the tied weight's whole gradient between the first and the last stage of each pipeline, in place."""
     if mesh.pp == 1:
         return
     for members in (tie_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
         hosted = _hosted(members, communicator)
         if hosted:
-            communicator.all_reduce(members, {world_rank: buffers[world_rank].tied_grad() for world_rank in hosted})
+            tied = {world_rank: tied_buffer(buffers[world_rank]).tied_grad() for world_rank in hosted}
+            communicator.all_reduce(members, tied)
+
+
+def _buckets(chunks: Sequence[GradBuffer]) -> list[tuple[int, int]]:
+    """(chunk, bucket) of every bucket of a rank, in the order in which all replicas sum them."""
+    return [(chunk, index) for chunk, buffer in enumerate(chunks) for index in buffer.buckets()]
 
 
 def _hosted(members: Members, communicator: Communicator) -> Members:

@@ -22,24 +22,25 @@ MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 class ShardedOptimizer:
-    """An update rule on float32 master copies of this rank's shards."""
+    """An update rule on float32 master copies of this rank's shards, over all its chunks."""
 
     def __init__(
         self,
         make_optimizer: MakeOptimizer,
-        weights: ParameterBuffer,
-        grads: GradBuffer,
+        weights: Sequence[ParameterBuffer],
+        grads: Sequence[GradBuffer],
         members: Members,
         world_rank: int,
         distributed: bool,
     ) -> None:
-        self._weights = weights
+        self._weight_buckets = [buffer.bucket(index) for buffer in weights for index in buffer.buckets()]
         self._members = members
         self._world_rank = world_rank
         self._distributed = distributed
         index, size = (members.index(world_rank), len(members)) if distributed else (0, 1)
-        self._grad_shards = [part(grads.bucket(bucket), index, size) for bucket in grads.buckets()]
-        self._weight_shards = [part(weights.bucket(bucket), index, size) for bucket in grads.buckets()]
+        grad_buckets = [buffer.bucket(bucket) for buffer in grads for bucket in buffer.buckets()]
+        self._grad_shards = [part(bucket_N, index, size) for bucket_N in grad_buckets]
+        self._weight_shards = [part(bucket_N, index, size) for bucket_N in self._weight_buckets]
         self._masters = [torch.nn.Parameter(shard.float().clone()) for shard in self._weight_shards]
         self._torch_optimizer = make_optimizer(self._masters)
 
@@ -52,8 +53,8 @@ class ShardedOptimizer:
             master.grad = None
             weight_shard.copy_(master.detach())
         if self._distributed:
-            for bucket in range(len(self._masters)):
-                communicator.all_gather(self._members, {self._world_rank: self._weights.bucket(bucket)})
+            for bucket_N in self._weight_buckets:
+                communicator.all_gather(self._members, {self._world_rank: bucket_N})
 
     def reload_masters(self) -> None:
         """Take the weights as they now stand; used where a trial re-seeds them each step."""

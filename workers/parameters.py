@@ -1,5 +1,7 @@
 """Names and shapes of each pipeline stage's parameters, in the order in which a stage registers them.
 
+A stage is one model chunk: pipeline rank r holds the stages r, r + pp, r + 2 pp ... (`Mesh.stages`).
+
 The one place that decides what a stage holds: models build from it and layouts are computed from it, so that the static
 analysis and the live step can never speak of different buffers. Standard library only; no weights here.
 Names are Megatron-LM's (layer numbers count within the stage), so that layouts can be checked against the real library.
@@ -33,64 +35,64 @@ class ParameterShape:
         return prod(self.shape)
 
 
-def stage_layer_counts(num_layers: int, pp: int) -> tuple[int, ...]:
+def stage_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage: as even as it goes, earlier stages take the rest; with too few, the last hold none."""
-    if num_layers < 0 or pp < 1:
-        raise SpecError(f"num_layers {num_layers} over pp {pp}: needs num_layers >= 0 and pp >= 1")
-    even, extra = divmod(num_layers, pp)
-    return tuple(even + (1 if pp_rank < extra else 0) for pp_rank in range(pp))
+    if num_layers < 0 or num_stages < 1:
+        raise SpecError(f"num_layers {num_layers} over {num_stages} stages: needs num_layers >= 0 and 1 stage or more")
+    even, extra = divmod(num_layers, num_stages)
+    return tuple(even + (1 if stage < extra else 0) for stage in range(num_stages))
 
 
-def first_layer(num_layers: int, pp: int, pp_rank: int) -> int:
+def first_layer(num_layers: int, num_stages: int, stage: int) -> int:
     """The global number of a stage's first layer."""
-    return sum(stage_layer_counts(num_layers, pp)[:pp_rank])
+    return sum(stage_layer_counts(num_layers, num_stages)[:stage])
 
 
-def tied_parameter_name(pp: int, pp_rank: int) -> str | None:
+def tied_parameter_name(num_stages: int, stage: int) -> str | None:
     """The name of a stage's copy of the tied weight; None on stages between the first and the last."""
-    if pp_rank == 0:
+    if stage == 0:
         return WORD_EMBEDDINGS
-    return OUTPUT_LAYER if pp_rank == pp - 1 else None
+    return OUTPUT_LAYER if stage == num_stages - 1 else None
 
 
 def gpt_stage_parameters(
-    model: ModelSpec, pp: int, pp_rank: int, *, ffn_hidden_size: int | None = None, tied: bool = True
+    model: ModelSpec, num_stages: int, stage: int, *, ffn_hidden_size: int | None = None, tied: bool = True
 ) -> tuple[ParameterShape, ...]:
     """Parameters of one stage of a GPT with biases and learned positions, in registration order.
 
-    With pp=1 the embedding serves as output layer too, so that nothing is shared between stages. An untied model keeps
+    A single stage uses its embedding as output layer too, so that nothing is shared. An untied model keeps
     an output layer of its own on the last stage. `ffn_hidden_size` defaults to 4 x hidden_size.
     """
-    return tuple(_gpt_parameters(model, pp, pp_rank, ffn_hidden_size or 4 * model.hidden_size, tied))
+    return tuple(_gpt_parameters(model, num_stages, stage, ffn_hidden_size or 4 * model.hidden_size, tied))
 
 
-def exact_stage_parameters(model: ModelSpec, pp: int, pp_rank: int) -> tuple[ParameterShape, ...]:
+def exact_stage_parameters(model: ModelSpec, num_stages: int, stage: int) -> tuple[ParameterShape, ...]:
     """Parameters of one stage of the exact probe's coupling model, in registration order.
 
     The hidden state splits into lo = H // 2 and hi = H - lo columns; per layer u = a lo - bias, hi += b relu(u).
     """
-    return tuple(_exact_parameters(model, pp, pp_rank))
+    return tuple(_exact_parameters(model, num_stages, stage))
 
 
-def stage_parameters(probe: ProbeName, model: ModelSpec, mesh: Mesh, pp_rank: int) -> tuple[ParameterShape, ...]:
+def stage_parameters(probe: ProbeName, model: ModelSpec, mesh: Mesh, stage: int) -> tuple[ParameterShape, ...]:
     """Parameters of one stage of a probe's model, in registration order."""
     if probe is ProbeName.EXACT:
-        return exact_stage_parameters(model, mesh.pp, pp_rank)
-    return gpt_stage_parameters(model, mesh.pp, pp_rank)
+        return exact_stage_parameters(model, mesh.num_stages, stage)
+    return gpt_stage_parameters(model, mesh.num_stages, stage)
 
 
-def _gpt_parameters(model: ModelSpec, pp: int, pp_rank: int, ffn: int, tied: bool) -> Iterator[ParameterShape]:
+def _gpt_parameters(model: ModelSpec, num_stages: int, stage: int, ffn: int, tied: bool) -> Iterator[ParameterShape]:
     vocab, hidden = model.vocab_size, model.hidden_size
-    _check_stage(pp, pp_rank)
-    if pp_rank == 0:
-        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=tied and pp > 1)
+    _check_stage(num_stages, stage)
+    if stage == 0:
+        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=tied and num_stages > 1)
         yield ParameterShape(POSITION_EMBEDDINGS, (model.seq_len, hidden))
-    for layer in range(stage_layer_counts(model.num_layers, pp)[pp_rank]):
+    for layer in range(stage_layer_counts(model.num_layers, num_stages)[stage]):
         yield from _gpt_layer(f"decoder.layers.{layer}", hidden, ffn)
-    if pp_rank == pp - 1:
+    if stage == num_stages - 1:
         yield ParameterShape("decoder.final_layernorm.weight", (hidden,))
         yield ParameterShape("decoder.final_layernorm.bias", (hidden,))
-        if pp > 1 or not tied:
+        if num_stages > 1 or not tied:
             yield ParameterShape(OUTPUT_LAYER, (vocab, hidden), shared_embedding=tied)
 
 
@@ -109,22 +111,22 @@ def _gpt_layer(prefix: str, hidden: int, ffn: int) -> Iterator[ParameterShape]:
     yield ParameterShape(f"{prefix}.mlp.linear_fc2.bias", (hidden,))
 
 
-def _exact_parameters(model: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParameterShape]:
+def _exact_parameters(model: ModelSpec, num_stages: int, stage: int) -> Iterator[ParameterShape]:
     vocab, hidden = model.vocab_size, model.hidden_size
     lo = hidden // 2
     hi = hidden - lo
-    _check_stage(pp, pp_rank)
-    if pp_rank == 0:
-        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=pp > 1)
-    for layer in range(stage_layer_counts(model.num_layers, pp)[pp_rank]):
+    _check_stage(num_stages, stage)
+    if stage == 0:
+        yield ParameterShape(WORD_EMBEDDINGS, (vocab, hidden), shared_embedding=num_stages > 1)
+    for layer in range(stage_layer_counts(model.num_layers, num_stages)[stage]):
         # A module registers its own parameters before its submodules'.
         yield ParameterShape(f"decoder.layers.{layer}.bias", (lo,))
         yield ParameterShape(f"decoder.layers.{layer}.a.weight", (lo, lo))
         yield ParameterShape(f"decoder.layers.{layer}.b.weight", (hi, lo))
-    if pp_rank == pp - 1 and pp > 1:
+    if stage == num_stages - 1 > 0:
         yield ParameterShape(OUTPUT_LAYER, (vocab, hidden), shared_embedding=True)
 
 
-def _check_stage(pp: int, pp_rank: int) -> None:
-    if not 0 <= pp_rank < pp:
-        raise SpecError(f"pp_rank {pp_rank} is outside the pipeline of {pp} stages; stages are numbered 0 to pp - 1")
+def _check_stage(num_stages: int, stage: int) -> None:
+    if not 0 <= stage < num_stages:
+        raise SpecError(f"stage {stage} is outside the pipeline of {num_stages}; stages are numbered from 0")

@@ -1,4 +1,4 @@
-"""Runs one stage of the pipeline for one rank: microbatches through torch.distributed.pipelining.
+"""Runs one rank's stages of the pipeline: microbatches through torch.distributed.pipelining.
 
 Gradients leave through hooks that the gradient buffer installs on the parameters; this file must not read, scale or
 clear a `.grad`, and must not know about data parallelism.
@@ -6,39 +6,36 @@ clear a `.grad`, and must not know about data parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from workers.contract import TrialSpec
+from workers.contract import Schedule, TrialSpec
 from workers.models import mean_loss, microbatch_loss, stage_example
 
 
 class Pipeline:
-    """One stage and its 1F1B schedule; serves any number of steps of one trial."""
+    """A rank's chunks (by chunk, each one stage) and their schedule; serves any number of steps of one trial."""
 
     def __init__(
-        self, stage: nn.Module, spec: TrialSpec, pp_rank: int, pp_group: dist.ProcessGroup, device: torch.device
+        self,
+        modules: Sequence[nn.Module],
+        spec: TrialSpec,
+        pp_rank: int,
+        pp_group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._spec = spec
         self._is_first = pp_rank == 0
         self._is_last = pp_rank == spec.mesh.pp - 1
-        input_example, output_example = stage_example(spec, pp_rank)
-        through_host = device.type != "cpu" and dist.get_backend(pp_group) == dist.Backend.GLOO
-        pipeline_stage = PipelineStage(
-            _ThroughHost(stage, device, self._is_last) if through_host else stage,
-            stage_index=pp_rank,
-            num_stages=spec.mesh.pp,
-            device=torch.device("cpu") if through_host else device,
-            input_args=input_example,
-            output_args=output_example,
-            group=pp_group,
-        )
-        # The loss is already divided by the number of microbatches where it has to be.
-        self._schedule = Schedule1F1B(
-            pipeline_stage, spec.batch.num_microbatches, loss_fn=microbatch_loss(spec), scale_grads=False
-        )
+        stages = [
+            _pipeline_stage(module, spec, stage, pp_group, device)
+            for module, stage in zip(modules, spec.mesh.stages(pp_rank), strict=True)
+        ]
+        self._schedule = _schedule(spec, stages)
 
     def run_step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> float | None:
         """Forward and backward of all microbatches: the mean loss on the last stage, None elsewhere.
@@ -51,6 +48,32 @@ class Pipeline:
         target = targets_BS if self._is_last else None
         self._schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         return mean_loss(self._spec, losses) if self._is_last else None
+
+
+def _pipeline_stage(
+    module: nn.Module, spec: TrialSpec, stage: int, pp_group: dist.ProcessGroup, device: torch.device
+) -> PipelineStage:
+    input_example, output_example = stage_example(spec, stage)
+    through_host = device.type != "cpu" and dist.get_backend(pp_group) == dist.Backend.GLOO
+    is_last = stage == spec.mesh.num_stages - 1
+    return PipelineStage(
+        _ThroughHost(module, device, is_last) if through_host else module,
+        stage_index=stage,
+        num_stages=spec.mesh.num_stages,
+        device=torch.device("cpu") if through_host else device,
+        input_args=input_example,
+        output_args=output_example,
+        group=pp_group,
+    )
+
+
+def _schedule(spec: TrialSpec, stages: list[PipelineStage]) -> Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B:
+    """The loss is already divided by the number of microbatches where it has to be."""
+    num_microbatches, loss_function = spec.batch.num_microbatches, microbatch_loss(spec)
+    if len(stages) > 1:
+        return ScheduleInterleaved1F1B([*stages], num_microbatches, loss_fn=loss_function, scale_grads=False)
+    schedule = ScheduleGPipe if spec.schedule is Schedule.GPIPE else Schedule1F1B
+    return schedule(stages[0], num_microbatches, loss_fn=loss_function, scale_grads=False)
 
 
 class _ThroughHost(nn.Module):

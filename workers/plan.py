@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName
+from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
 from workers.errors import LayoutAssertionError
 from workers.experiment import (
     ExperimentSpec,
@@ -49,6 +49,7 @@ class Limits:
     """The largest values that are accepted; the service puts its configured ones here."""
 
     max_world_size: int = 1024
+    max_vpp: int = 64
     max_steps: int = 100
     max_repeats: int = 100
     max_steps_x_repeats: int = 100
@@ -103,9 +104,15 @@ def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation
     mesh = spec.mesh
     yield from _in_range(("mesh", "dp"), mesh.dp, 1, None)
     yield from _in_range(("mesh", "pp"), mesh.pp, 1, None)
-    for name, size in (("tp", mesh.tp), ("vpp", mesh.vpp)):
-        if size != 1:
-            yield Violation(("mesh", name), size, f"{name} other than 1 is not supported yet", f"set {name} to 1")
+    yield from _in_range(("mesh", "vpp"), mesh.vpp, 1, limits.max_vpp)
+    if mesh.tp != 1:
+        yield Violation(("mesh", "tp"), mesh.tp, "tp other than 1 is not supported yet", "set tp to 1")
+    if mesh.vpp > 1 and mesh.pp == 1:
+        rule = "chunks are interleaved over pipeline ranks, and pp is 1"
+        yield Violation(("mesh", "vpp"), mesh.vpp, rule, "set vpp to 1, or pp to 2 or more")
+    if mesh.vpp > 1 and spec.schedule is Schedule.GPIPE:
+        rule = f"gpipe runs one chunk a rank and vpp is {mesh.vpp}; only 1f1b is interleaved"
+        yield Violation(("schedule",), spec.schedule.value, rule, "set schedule to 1f1b, or vpp to 1")
     if mesh.world_size > limits.max_world_size:
         rule = f"dp x pp x tp may be at most {limits.max_world_size} ranks"
         yield Violation(("mesh",), mesh.world_size, rule, "ask for a smaller mesh, or raise the configured maximum")
@@ -143,7 +150,12 @@ def _named_model_violations(spec: ExperimentSpec, name: str) -> Iterator[Violati
 
 
 def _stages_have_layers(spec: ExperimentSpec, model: ModelSpec) -> Iterator[Violation]:
-    if spec.mesh.pp > model.num_layers >= 1:
+    mesh = spec.mesh
+    if mesh.num_stages > model.num_layers >= 1 and mesh.pp >= 1 and mesh.vpp > 1:
+        rule = f"each of the pp x vpp = {mesh.num_stages} stages needs a layer and the model has {model.num_layers}"
+        remedy = "lower vpp or pp, or give a model with at least pp x vpp layers"
+        yield Violation(("mesh", "vpp"), mesh.vpp, rule, remedy)
+    elif mesh.pp > model.num_layers >= 1:
         rule = f"every pipeline stage needs a layer and the model has {model.num_layers}"
         yield Violation(("mesh", "pp"), spec.mesh.pp, rule, "lower pp, or give a model with at least pp layers")
 
@@ -154,9 +166,14 @@ def _batch_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violatio
         return
     yield from _in_range(("batch", "micro_batch_size"), batch.micro_batch_size, 1, limits.max_micro_batch_size)
     yield from _in_range(("batch", "num_microbatches"), batch.num_microbatches, 1, limits.max_num_microbatches)
-    if 1 <= batch.num_microbatches < spec.mesh.pp:
-        rule = f"1F1B needs at least as many microbatches as pipeline stages, here {spec.mesh.pp}"
-        remedy = f"ask for {spec.mesh.pp} or more, or leave batch out"
+    mesh = spec.mesh
+    if mesh.vpp > 1 and mesh.pp >= 1 and batch.num_microbatches % mesh.pp:
+        rule = f"interleaved 1F1B needs a multiple of pp microbatches, and pp is {mesh.pp}"
+        remedy = f"ask for a multiple of {mesh.pp}, or leave batch out"
+        yield Violation(("batch", "num_microbatches"), batch.num_microbatches, rule, remedy)
+    elif spec.schedule is Schedule.ONE_F_ONE_B and 1 <= batch.num_microbatches < mesh.pp:
+        rule = f"1F1B needs at least as many microbatches as pipeline stages, here {mesh.pp}"
+        remedy = f"ask for {mesh.pp} or more, or leave batch out"
         yield Violation(("batch", "num_microbatches"), batch.num_microbatches, rule, remedy)
 
 
@@ -211,7 +228,7 @@ def _drill_binding_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Vi
 def _size_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:
     """What a rank would have to hold."""
     for probe in spec.probes:
-        held = max(_stage_elements(spec, probe, pp_rank) for pp_rank in _outer_stages(spec.mesh))
+        held = max(_held_elements(spec, probe, pp_rank) for pp_rank in _outer_ranks(spec.mesh))
         if held > limits.max_stage_elements:
             rule = (
                 f"a rank may hold at most {limits.max_stage_elements} parameter elements and {probe.value} needs {held}"
@@ -269,11 +286,13 @@ def exact_bound(model: ModelSpec, batch: BatchSpec, dp: int) -> int:
     return dp * max(tokens_per_id * (wte + lm_head), num_tokens * 8 * fan)
 
 
-def _stage_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:
-    return sum(p.numel for p in stage_parameters(probe, probe_model(spec, probe), spec.mesh, pp_rank))
+def _held_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:
+    model = probe_model(spec, probe)
+    chunks = (stage_parameters(probe, model, spec.mesh, stage) for stage in spec.mesh.stages(pp_rank))
+    return sum(parameter.numel for chunk in chunks for parameter in chunk)
 
 
-def _outer_stages(mesh: Mesh) -> Iterable[int]:
+def _outer_ranks(mesh: Mesh) -> Iterable[int]:
     """The ends hold the embedding and the first holds the most layers, so that one of them is the largest."""
     return {0, mesh.pp - 1}
 

@@ -115,11 +115,11 @@ def predict(
 def predict_model(
     subject: OrderingName | LayoutVersion | LayoutRule, mesh: Mesh, model: ModelSpec, *, tied: bool = True
 ) -> Prediction:
-    """Predict for a GPT of these sizes; see `predict`. Raises SpecError for a mesh that is not dp x pp."""
-    if mesh.tp != 1 or mesh.vpp != 1:
-        raise SpecError(f"tp {mesh.tp}, vpp {mesh.vpp}: prediction knows dp x pp meshes only so far; set both to 1")
-    first = gpt_stage_parameters(model, mesh.pp, 0, tied=tied)
-    last = gpt_stage_parameters(model, mesh.pp, mesh.pp - 1, tied=tied)
+    """Predict for a GPT of these sizes; see `predict`. Raises SpecError for a mesh with tensor parallelism."""
+    if mesh.tp != 1:
+        raise SpecError(f"tp {mesh.tp}: prediction knows no tensor parallelism so far; set tp to 1")
+    first = gpt_stage_parameters(model, mesh.num_stages, 0, tied=tied)
+    last = gpt_stage_parameters(model, mesh.num_stages, mesh.num_stages - 1, tied=tied)
     return predict(subject, mesh, first, last)
 
 
@@ -148,13 +148,14 @@ def trial_misowned(spec: TrialSpec) -> Intervals:
 
 @lru_cache(maxsize=64)
 def ordering_layouts(spec: TrialSpec) -> tuple[BufferLayout, BufferLayout]:
-    """A trial's buffers on the first and the last stage (the same one with pp=1)."""
-    rule, mesh = ORDERINGS[spec.ordering].rule, spec.mesh
-    first, last = (
-        build_layout(stage_parameters(spec.probe, spec.model, mesh, pp_rank), rule, mesh.dp)
-        for pp_rank in (0, mesh.pp - 1)
-    )
-    return first, last
+    """A trial's buffers on the first and the last stage (the same one where there is one stage)."""
+    return stage_layout(spec, 0), stage_layout(spec, spec.mesh.num_stages - 1)
+
+
+def stage_layout(spec: TrialSpec, stage: int) -> BufferLayout:
+    """A trial's buffer of one stage. Raises LayoutAssertionError where the modelled version would stop."""
+    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, stage)
+    return build_layout(parameters, ORDERINGS[spec.ordering].rule, spec.mesh.dp)
 
 
 def _rule(subject: OrderingName | LayoutVersion | LayoutRule) -> tuple[LayoutRule, bool]:

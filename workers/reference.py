@@ -21,7 +21,7 @@ from workers.parameters import tied_parameter_name
 class TiedGradients(NamedTuple):
     """One dp rank's local gradients of the tied weight, flat, on each end.
 
-    With pp = 1 there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
+    With a single stage there is one weight and one gradient: `wte_P` is all of it and `lm_head_P` is None.
     """
 
     wte_P: torch.Tensor
@@ -43,15 +43,24 @@ def replay_tied_gradients(
 
 
 def replay_inner_gradients(
-    spec: TrialSpec, step: int, dp_rank: int, pp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    of_stages: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Local gradients of `dp_rank` of every parameter of one stage but the tied weight, flat [N], as registered.
+    """Local gradients of `dp_rank` of every parameter of some stages but the tied weight, flat [N], as registered.
 
     As `replay_tied_gradients`. In float64 the exact probe's gradients are the integers themselves.
     """
     stages = _build_stages(spec, step, device, dtype)
-    tied_name = tied_parameter_name(spec.mesh.pp, pp_rank)
-    inner = [parameter for name, parameter in stages[pp_rank].named_parameters() if name != tied_name]
+    inner = [
+        parameter
+        for stage in of_stages
+        for name, parameter in stages[stage].named_parameters()
+        if name != tied_parameter_name(spec.mesh.num_stages, stage)
+    ]
     if not inner:
         return torch.zeros(0, device=device)
     return torch.cat([total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, inner)])
@@ -63,7 +72,7 @@ def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )
-    stages = [build_stage(spec, pp_rank, device, step) for pp_rank in range(spec.mesh.pp)]
+    stages = [build_stage(spec, stage, device, step) for stage in range(spec.mesh.num_stages)]
     return stages if dtype is None else [stage.to(dtype) for stage in stages]
 
 
@@ -106,7 +115,7 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
     lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
     _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
-    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.pp == 1 else TiedGradients(wte_P, lm_head_P)
+    return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.num_stages == 1 else TiedGradients(wte_P, lm_head_P)
 
 
 def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:

@@ -176,7 +176,7 @@ class ReplayMemo:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: OrderedDict[tuple[TrialSpec, int, int], tuple[Replay, Replay]] = OrderedDict()
-        self._inner: OrderedDict[tuple[TrialSpec, int, int, int], Replay] = OrderedDict()
+        self._inner: OrderedDict[tuple[TrialSpec, int, int, tuple[int, ...]], Replay] = OrderedDict()
 
     def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
         """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
@@ -186,12 +186,12 @@ class ReplayMemo:
         replays = _remembered(self._known, key, lambda: compute_replays(spec, step, dp_rank, self._device))
         return replays[0 if end is End.WTE else 1]
 
-    def inner(self, spec: TrialSpec, step: int, dp_rank: int, pp_rank: int) -> Replay | None:
-        """The replay of a stage's other parameters, flat and as registered; None for gpt after its first step."""
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...]) -> Replay | None:
+        """The replay of some stages' other parameters, flat and as registered; None for gpt after its first step."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        key = (_data_of(spec), step, dp_rank, pp_rank)
-        return _remembered(self._inner, key, lambda: compute_inner_replay(spec, step, dp_rank, pp_rank, self._device))
+        key = (_data_of(spec), step, dp_rank, stages)
+        return _remembered(self._inner, key, lambda: compute_inner_replay(spec, step, dp_rank, stages, self._device))
 
 
 def _data_of(spec: TrialSpec) -> TrialSpec:
@@ -222,12 +222,14 @@ def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.devi
     return wte, Replay(replayed.lm_head_P, _distance(replayed.lm_head_P, precise.lm_head_P))
 
 
-def compute_inner_replay(spec: TrialSpec, step: int, dp_rank: int, pp_rank: int, device: torch.device) -> Replay:
-    """One dp rank's contribution to a stage's parameters other than the tied weight, with its floor."""
-    precise = replay_inner_gradients(spec, step, dp_rank, pp_rank, device, dtype=torch.float64)
+def compute_inner_replay(
+    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device
+) -> Replay:
+    """One dp rank's contribution to some stages' parameters other than the tied weight, with its floor."""
+    precise = replay_inner_gradients(spec, step, dp_rank, stages, device, dtype=torch.float64)
     if spec.probe is ProbeName.EXACT:
         return Replay(precise.float(), 0.0)
-    replayed = replay_inner_gradients(spec, step, dp_rank, pp_rank, device)
+    replayed = replay_inner_gradients(spec, step, dp_rank, stages, device)
     return Replay(replayed, _distance(replayed, precise))
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workers.checks.parameters import Named, ParameterJudge
+from workers.checks.parameters import ParameterJudges, Scene, name_parameters
 from workers.checks.replicas import digest
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
@@ -37,15 +37,15 @@ from workers.exchange import Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
-from workers.intervals import Interval
-from workers.layout import BufferLayout, build_layout
+from workers.intervals import Interval, Intervals
+from workers.layout import BufferLayout
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import optimizer_for
 from workers.orderings import ORDERINGS, Ordering, SyncPhase
-from workers.parameters import stage_parameters, tied_parameter_name
+from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
-from workers.prediction import trial_misowned
+from workers.prediction import stage_layout, trial_misowned
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
@@ -90,8 +90,8 @@ class ReplaySource(Protocol):
     def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
         """What `dp_rank` contributes to one end of the tied weight."""
 
-    def inner(self, spec: TrialSpec, step: int, dp_rank: int, pp_rank: int) -> Replay | None:
-        """What `dp_rank` contributes to every other parameter of a stage, flat and as registered."""
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...]) -> Replay | None:
+        """What `dp_rank` contributes to every other parameter of some stages, flat and as registered."""
 
 
 class RankTrial:
@@ -124,25 +124,29 @@ class RankTrial:
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
-        self._module = build_stage(spec, at.pp_rank, device)
-        tied_name = tied_parameter_name(spec.mesh.pp, at.pp_rank)
-        self._tied = None if tied_name is None else self._module.get_parameter(tied_name)
-        layout = stage_layout(spec, self._ordering, at.pp_rank)
-        self._shards = [layout.owned_intervals(tied_name, shard) for shard in range(spec.mesh.dp)] if tied_name else []
-        self._stack = self._build_stack(groups, layout)
-        self._build_judges(tied_name)
-        self._pipeline = Pipeline(self._module, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self._stages = spec.mesh.stages(at.pp_rank)
+        self._modules = tuple(build_stage(spec, stage, device) for stage in self._stages)
+        layouts = [stage_layout(spec, stage) for stage in self._stages]
+        self._tied: nn.Parameter | None = None
+        self._shards: list[Intervals] = []
+        for stage, module, layout in zip(self._stages, self._modules, layouts, strict=True):
+            if name := tied_parameter_name(spec.mesh.num_stages, stage):
+                self._tied = module.get_parameter(name)
+                self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._stack = self._build_stack(groups, layouts)
+        self._judges = self._build_judges()
+        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = self._digest_weights()
 
-    def _build_stack(self, groups: MeshGroups, layout: BufferLayout) -> Stack:
+    def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
         spec, at = self._spec, self._at
         holds_an_end = self._tied is not None and spec.mesh.pp > 1
         context = StackContext(
             mesh=spec.mesh,
             at=at,
-            modules=(self._module,),
+            modules=self._modules,
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
@@ -151,26 +155,20 @@ class RankTrial:
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
         )
-        return ReferenceStack(context, self._ordering, layout, self._prescale)
+        return ReferenceStack(context, self._ordering, layouts, self._prescale)
 
-    def _build_judges(self, tied_name: str | None) -> None:
-        """One for what ends with the replicas of this stage, one for the tied weight as their sync leaves it."""
+    def _build_judges(self) -> ParameterJudges:
         spec, at = self._spec, self._at
-        named = [Named(name, parameter) for name, parameter in self._module.named_parameters()]
-
-        members = dp_members(spec.mesh, at.pp_rank)
-
-        def judge_of(judged: list[Named]) -> ParameterJudge | None:
-            if not judged:
-                return None
-            return ParameterJudge(
-                spec.probe, self._prescale, members, at.world_rank, judged, self._stack, self._communicator
-            )
-
-        self._inner = judge_of([each for each in named if each.name != tied_name])
-        tied_last = spec.mesh.pp > 1 and self._ordering.ties_last
-        self._scattered = judge_of([each for each in named if each.name == tied_name]) if tied_last else None
-        self._scattered_N: Tensor | None = None
+        scene = Scene(
+            probe=spec.probe,
+            prescale=self._prescale,
+            members=dp_members(spec.mesh, at.pp_rank),
+            world_rank=at.world_rank,
+            stack=self._stack,
+            communicator=self._communicator,
+        )
+        ties_last = spec.mesh.pp > 1 and self._ordering.ties_last
+        return ParameterJudges(scene, name_parameters(self._modules), self._tied, ties_last)
 
     def _struck(self, communicator: ProcessGroups) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
@@ -189,17 +187,18 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._module.parameters()))
+        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
         local_P, trace = self._observe_local()
-        self._remember_local(local_P)
+        self._judges.remember(local_P)
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
-        parameters = tuple(self._judge_parameters(step))
+        neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
+        parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._module.parameters()))
+        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, num_nonfinite)
@@ -214,7 +213,8 @@ class RankTrial:
         self._enter(RankPhase.FORWARD_BACKWARD, step)
         if self._spec.probe is ProbeName.EXACT and step > 0:
             # What an update left could outgrow the exact range.
-            seed_weights(self._module, self._spec, self._at.pp_rank, step)
+            for stage, module in zip(self._stages, self._modules, strict=True):
+                seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
@@ -236,8 +236,7 @@ class RankTrial:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
             trace.extend(self._trace(phase))
-            if self._scattered is not None and phase is Phase.SCATTERED:
-                self._scattered_N = self._scattered.copy()
+            self._judges.observe(phase)
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
@@ -270,20 +269,11 @@ class RankTrial:
         return (judgement.divergence,), judgement.tied
 
     def _digest_weights(self) -> str:
-        return digest([torch.cat([parameter.detach().flatten() for parameter in self._module.parameters()])])
+        return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
 
-    def _remember_local(self, local_P: Tensor | None) -> None:
-        if self._inner is not None:
-            self._inner.remember()
-        if self._scattered is not None:
-            self._scattered.remember(local_P)
-
-    def _judge_parameters(self, step: int) -> Iterator[ParametersRow]:
-        if self._inner is not None:
-            neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
-            yield self._inner.judge(Phase.FINAL, self._replay.inner(self._spec, step, neighbour, self._at.pp_rank))
-        if self._scattered is not None:
-            yield self._scattered.judge(Phase.SCATTERED, None, self._scattered_N)
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks of this rank."""
+        return (parameter for module in self._modules for parameter in module.parameters())
 
     def _enter(self, phase: RankPhase, step: int) -> None:
         self._clock.enter(phase, self._trial_index, step)
@@ -321,23 +311,17 @@ class RankTrial:
         )
 
 
-def stage_layout(spec: TrialSpec, ordering: Ordering, pp_rank: int) -> BufferLayout:
-    """The buffer layout of one stage under an ordering. Raises LayoutAssertionError where that version would."""
-    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, pp_rank)
-    return build_layout(parameters, ordering.rule, spec.mesh.dp)
-
-
 def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     """What the ordering does to the tied weight: pure, the same on every rank."""
     mesh = spec.mesh
     owned = []
+    everything = (Interval(0, spec.model.vocab_size * spec.model.hidden_size),)
     for world_rank in ends_members(mesh):
         at = mesh.coordinates(world_rank)
-        layout = stage_layout(spec, ordering, at.pp_rank)
-        name = tied_parameter_name(mesh.pp, at.pp_rank) or ""
-        placed = layout.param(name)
-        everything = (Interval(0, placed.stop - placed.start),)
-        owned.append(layout.owned_intervals(name, at.dp_rank) if ordering.distributed_optimizer else everything)
+        stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
+        name = tied_parameter_name(mesh.num_stages, stage) or ""
+        owned_here = stage_layout(spec, stage).owned_intervals(name, at.dp_rank)
+        owned.append(owned_here if ordering.distributed_optimizer else everything)
     return Expectation(
         probe=spec.probe,
         mesh=mesh,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from workers.contract import Judgement, ProbeName, Reason, Role, StepReport, TrialSpec, TrialSummary, Verdict
+from workers.contract import Judgement, ProbeName, Reason, Role, Schedule, StepReport, TrialSpec, TrialSummary, Verdict
 from workers.evidence import (
     Evidence,
     collect,
@@ -171,14 +171,21 @@ def _why_not_applicable(evidence: Evidence) -> str:
 
 def _clean(gathered: Sequence[Evidence]) -> Reason:
     """What a green verdict rests on."""
-    mesh = gathered[0].spec.mesh
+    spec = gathered[0].spec
     subjects = [evidence for evidence in gathered if evidence.role is Role.SUBJECT]
     controls = [evidence for evidence in gathered if evidence.role is Role.CONTROL]
     compared = sum(evidence.total("owned_elements") for evidence in subjects)
     predicted = sum(evidence.total("predicted_elements") for evidence in controls)
     right = f"{', '.join(evidence.title for evidence in subjects)} right in all {compared} elements compared"
     seen = f"{', '.join(evidence.title for evidence in controls)} wrong in exactly the {predicted} predicted"
-    return Reason("clean", f"On dp={mesh.dp} x pp={mesh.pp}: {right}; {seen}.")
+    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}.")
+
+
+def _coverage(spec: TrialSpec) -> str:
+    """Mesh and schedule in words; what is as by default is left out."""
+    mesh = spec.mesh
+    named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
+    return named + (f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else "")
 
 
 def _missing(evidence: Evidence) -> str:

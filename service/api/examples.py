@@ -18,6 +18,10 @@ VALIDATE_REQUESTS: dict[str, dict[str, Any]] = {
             "labels": {"team": "research"},
         },
     },
+    "interleaved": {
+        "summary": "Two model chunks a rank (interleaved 1F1B): the tied weight is on the first and the last of them",
+        "value": {"mesh": {"dp": 2, "pp": 2, "vpp": 2}, "batch": {"num_microbatches": 4}},
+    },
     "drill": {
         "summary": "Kill a rank on purpose, to see how a failure is reported",
         "value": {"drill": {"fault": "kill_in_collective", "world_rank": 3, "step": 1}},
@@ -29,6 +33,10 @@ PREDICT_REQUESTS: dict[str, dict[str, Any]] = {
     "version": {
         "summary": "A Megatron-LM release, a real model",
         "value": {"version": "v0.12", "mesh": {"dp": 8, "pp": 4}, "model": "gpt3-175b"},
+    },
+    "interleaved": {
+        "summary": "Two model chunks a rank: each has a buffer of its own, so that other elements are misowned",
+        "value": {"version": "v0.12", "mesh": {"dp": 8, "pp": 4, "vpp": 2}, "model": "gpt2-xl"},
     },
 }
 

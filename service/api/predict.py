@@ -32,6 +32,7 @@ from workers.prediction import MODELS, Prediction, predict_model
 
 MAX_DP = 16_384
 MAX_PP = 1_024
+MAX_VPP = 64
 MAX_LAYERS = 4_096
 MAX_SIZE = 2**24
 MAX_RANGES = 1_000
@@ -157,7 +158,7 @@ def _bounded(asked: PredictRequest) -> Iterator[tuple[str, int, int, int]]:
     yield "mesh.dp", mesh.dp, 1, MAX_DP
     yield "mesh.pp", mesh.pp, 1, MAX_PP
     yield "mesh.tp", mesh.tp, 1, 1
-    yield "mesh.vpp", mesh.vpp, 1, 1
+    yield "mesh.vpp", mesh.vpp, 1, 1 if mesh.pp == 1 else MAX_VPP
     if not isinstance(asked.model, str):
         for name, value in asked.model.model_dump().items():
             yield f"model.{name}", value, 1, MAX_LAYERS if name == "num_layers" else MAX_SIZE

@@ -50,9 +50,10 @@ class MeshRequest(Strict):
     dp: int = Field(default=2, json_schema_extra={"minimum": 1})
     """Data-parallel replicas."""
     pp: int = Field(default=2, json_schema_extra={"minimum": 1})
-    """Pipeline stages."""
+    """Pipeline ranks."""
     tp: int = Field(default=1, json_schema_extra={"minimum": 1})
     vpp: int = Field(default=1, json_schema_extra={"minimum": 1})
+    """Model chunks a rank; with 2 or more, 1F1B is interleaved. Needs pp >= 2 and pp x vpp layers."""
 
     def spec(self) -> Mesh:
         """The same mesh for a plan."""
@@ -89,7 +90,7 @@ class BatchRequest(Strict):
 
     micro_batch_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     num_microbatches: int | None = Field(default=None, json_schema_extra={"minimum": 1})
-    """At least pp."""
+    """At least pp for 1F1B; a multiple of pp where vpp > 1."""
 
 
 class PlacementRequest(Strict):
@@ -130,6 +131,7 @@ class ValidateRequest(Strict):
     """A known name, or sizes. Sizes apply to both probes; with a name, `exact` keeps its own default."""
     batch: BatchRequest | None = None
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    """`1f1b` is interleaved where mesh.vpp > 1; `gpipe` runs all forwards before all backwards, and needs vpp 1."""
     overlap: bool = False
     bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]

@@ -59,6 +59,12 @@ async def test_versions_differ_as_they_did_in_the_real_library(api, version, dp,
     assert sum(part["stop"] - part["start"] for part in body["ranges"]) == misowned
 
 
+async def test_chunks_have_buffers_of_their_own_and_so_other_wrong_elements(api):
+    whole, halved = [await predict(api, model="gpt2", mesh={"dp": 2, "pp": 2, "vpp": vpp}) for vpp in (1, 2)]
+    assert halved["mesh"]["vpp"] == 2
+    assert 0 < halved["misowned_elements"] != whole["misowned_elements"] > 0
+
+
 async def test_a_version_that_would_stop_says_so(api):
     body = await predict(api, version="v0.8", mesh={"dp": 1023, "pp": 16}, model="gpt3-175b")
     assert "not a multiple of dp 1023" in body["asserts"]
@@ -97,6 +103,8 @@ async def test_every_known_model_can_be_named(api):
         ({"mesh": {"dp": 0}}, "mesh.dp"),
         ({"mesh": {"dp": 10**9}}, "mesh.dp"),
         ({"mesh": {"tp": 2}}, "mesh.tp"),
+        ({"mesh": {"vpp": 65}}, "mesh.vpp"),
+        ({"mesh": {"pp": 1, "vpp": 2}}, "mesh.vpp"),
         ({"max_ranges": 10**6}, "max_ranges"),
         ({"dp": 2}, "dp"),
     ],

@@ -22,10 +22,10 @@ def bits(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", golden_cases.NAMES)
 def test_virtual_ranks_reproduce_final(name: str) -> None:
     case = golden_cases.load(name)
-    buffers = {rank: case.buffer(rank) for rank in range(case.mesh.world_size)}
+    buffers = {rank: case.buffers(rank) for rank in range(case.mesh.world_size)}
     communicator = VirtualRanks(case.mesh.world_size)
     sync_gradients(case.ordering, case.mesh, buffers, communicator, case.prescale, lambda _: None)
-    for rank, buffer in buffers.items():
+    for rank, (buffer,) in buffers.items():
         np.testing.assert_array_equal(bits(buffer.tied_grad().numpy()), bits(case.expected_final(rank)), str(rank))
 
 
@@ -40,7 +40,7 @@ def test_gloo_ranks_reproduce_final(name: str) -> None:
 @pytest.mark.parametrize("name", golden_cases.NAMES)
 def test_assembled_ends_show_the_captured_error(name: str) -> None:
     case = golden_cases.load(name)
-    buffers = {rank: case.buffer(rank) for rank in range(case.mesh.world_size)}
+    buffers = {rank: case.buffers(rank) for rank in range(case.mesh.world_size)}
     communicator = VirtualRanks(case.mesh.world_size)
     sync_gradients(case.ordering, case.mesh, buffers, communicator, case.prescale, lambda _: None)
     wte, lm_head = (assemble(case, buffers, pp_rank) for pp_rank in (0, 1))
@@ -68,7 +68,7 @@ def assemble(case: golden_cases.GoldenCase, buffers: dict[int, Any], pp_rank: in
         rank = case.mesh.world_rank(dp_rank, pp_rank)
         for interval in case.owned_intervals(rank):
             view = slice(interval.start, interval.stop)
-            whole[view] = buffers[rank].tied_grad()[view].numpy()
+            whole[view] = buffers[rank][0].tied_grad()[view].numpy()
     return whole
 
 
@@ -76,10 +76,10 @@ def golden_final(session: Any, name: str) -> np.ndarray:
     """On one rank: put the captured local gradient in place, synchronise, return what this rank holds."""
     case = golden_cases.load(name)
     groups = session.mesh_groups(case.mesh)
-    buffer = case.buffer(session.world_rank)
+    buffers = case.buffers(session.world_rank)
     communicator = ProcessGroups(session.world_rank, groups)
     with torch.no_grad():
         sync_gradients(
-            case.ordering, case.mesh, {session.world_rank: buffer}, communicator, case.prescale, lambda _: None
+            case.ordering, case.mesh, {session.world_rank: buffers}, communicator, case.prescale, lambda _: None
         )
-    return buffer.tied_grad().numpy().copy()
+    return buffers[0].tied_grad().numpy().copy()

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workers.contract import ModelSpec
+from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.intervals import Intervals
 from workers.layout import RULES, BufferLayout, LayoutRule, build_layout, resolve
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, ParameterShape, gpt_stage_parameters
-from workers.prediction import misowned_intervals
+from workers.prediction import misowned_intervals, stage_layout
 
 VECTORS = Path(__file__).parent / "vectors"
 STEPS = sorted(path.stem for path in VECTORS.glob("*.json") if not path.stem.endswith(".layout"))
@@ -46,6 +46,17 @@ def test_layout_of_every_chunk(case: str) -> None:
         assert as_json(layout) == {key: chunk[key] for key in ("buffer_numel", "buckets", "params")}
         num_chunks += 1
     assert num_chunks == vector["pp"] * vector["vpp"]
+
+
+def test_chunks_of_a_virtual_pipeline_from_the_model_sizes() -> None:
+    vector = load("mcore0161_vpp2_dp2.layout")
+    mesh = Mesh(vector["dp"], vector["pp"], vpp=vector["vpp"])
+    model = ModelSpec(vector["vocab"], vector["hidden"], num_layers=4, num_heads=4, seq_len=16)
+    trial = TrialSpec(ProbeName.GPT, OrderingName.OWN_BUCKET, mesh, model, BatchSpec(1, 2))
+    for pp_rank in range(mesh.pp):
+        captured = vector["layout"][f"pp{pp_rank}"]
+        for stage, chunk in zip(mesh.stages(pp_rank), captured, strict=True):
+            assert as_json(stage_layout(trial, stage)) == {key: chunk[key] for key in as_json(stage_layout(trial, 0))}
 
 
 @pytest.mark.parametrize("case", STEPS)

@@ -27,41 +27,73 @@ from workers.stacks.protocol import Stack
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter of the stage by its name."""
+    """A parameter of this rank by its name."""
 
     name: str
     parameter: nn.Parameter
 
 
-class ParameterJudge:
-    """Judges some parameters of one rank's stage in every step. Building it is collective over the dp replicas."""
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a rank's parameters are judged; the same for all of them."""
 
-    def __init__(
-        self,
-        probe: ProbeName,
-        prescale: Prescale,
-        members: Members,
-        world_rank: int,
-        judged: Sequence[Named],
-        stack: Stack,
-        communicator: ProcessGroups,
-    ) -> None:
-        self._members = members
-        self._world_rank = world_rank
+    probe: ProbeName
+    prescale: Prescale
+    members: Members
+    """The replicas of this rank's stages, by dp_rank."""
+    world_rank: int
+    stack: Stack
+    communicator: ProcessGroups
+    """The judge's own, never the one under test."""
+
+
+class ParameterJudges:
+    """All of one rank's parameters, in every step. Building and judging are collective over the dp replicas."""
+
+    def __init__(self, scene: Scene, named: Sequence[Named], tied: nn.Parameter | None, ties_last: bool) -> None:
+        """`ties_last`: the tied weight's data-parallel sync is over when its ends are added, and is judged then."""
+        inner = [each for each in named if each.parameter is not tied]
+        scattered = [each for each in named if each.parameter is tied and ties_last]
+        self._inner = ParameterJudge(scene, inner) if inner else None
+        self._scattered = ParameterJudge(scene, scattered) if scattered else None
+        self._scattered_N: Tensor | None = None
+
+    def remember(self, local_P: Tensor | None) -> None:
+        """Keep the local gradients; that of the tied weight is given. Call before the first collective. Local."""
+        if self._inner is not None:
+            self._inner.remember()
+        if self._scattered is not None:
+            self._scattered.remember(local_P)
+
+    def observe(self, phase: Phase) -> None:
+        """The gradients have just been through `phase`. Local."""
+        if self._scattered is not None and phase is Phase.SCATTERED:
+            self._scattered_N = self._scattered.copy()
+
+    def judge(self, replay: Replay | None) -> tuple[ParametersRow, ...]:
+        """What this rank's elements show; `replay` is of the next dp_rank's parameters but the tied weight."""
+        rows = [] if self._inner is None else [self._inner.judge(Phase.FINAL, replay)]
+        if self._scattered is not None and self._scattered_N is not None:
+            rows.append(self._scattered.judge(Phase.SCATTERED, None, self._scattered_N))
+        return tuple(rows)
+
+
+class ParameterJudge:
+    """Some parameters of one rank. Building it and judging are collective over the dp replicas."""
+
+    def __init__(self, scene: Scene, judged: Sequence[Named]) -> None:
+        self._scene = scene
         self._judged = judged
-        self._stack = stack
-        self._communicator = communicator
         self._local_N: Tensor | None = None
-        owned = gather_owned(self._owned(), members, communicator, self._device())
         self._expectation = Expectation(
-            probe=probe,
-            mesh=Mesh(len(members), 1),
-            members=members,
-            prescale=prescale,
+            probe=scene.probe,
+            mesh=Mesh(len(scene.members), 1),
+            members=scene.members,
+            prescale=scene.prescale,
             sharded=True,
             bit_tied=False,
             misowned=(),
-            owned=owned,
+            owned=gather_owned(self._owned(), scene.members, scene.communicator, judged[0].parameter.device),
         )
 
     def remember(self, local_N: Tensor | None = None) -> None:
@@ -81,7 +113,7 @@ class ParameterJudge:
         assert self._local_N is not None, "remember() was not called in this step"
         synced_N = self._gradients(None) if synced_N is None else synced_N
         holding = Holding(local_P=self._local_N, replay=replay, synced_P=synced_N, weight_P=synced_N)
-        judgement = judge_end(self._expectation, holding, self._world_rank, self._communicator)
+        judgement = judge_end(self._expectation, holding, self._scene.world_rank, self._scene.communicator)
         return self._row(phase, judgement)
 
     def _row(self, phase: Phase, judgement: EndJudgement) -> ParametersRow:
@@ -101,14 +133,14 @@ class ParameterJudge:
         )
 
     def _gradients(self, out_N: Tensor | None) -> Tensor:
-        return torch.cat([self._stack.grad(named.parameter) for named in self._judged], out=out_N)
+        return torch.cat([self._scene.stack.grad(named.parameter) for named in self._judged], out=out_N)
 
     def _owned(self) -> Intervals:
         """This rank's elements in flat coordinates."""
         return normalize(
             interval
             for offset, named in self._offsets()
-            for interval in shift(self._stack.owned(named.parameter), offset)
+            for interval in shift(self._scene.stack.owned(named.parameter), offset)
         )
 
     def _element(self, index: int) -> ParameterElement:
@@ -124,8 +156,15 @@ class ParameterJudge:
     def _total(self) -> int:
         return sum(named.parameter.numel() for named in self._judged)
 
-    def _device(self) -> torch.device:
-        return self._judged[0].parameter.device
+
+def name_parameters(modules: Sequence[nn.Module]) -> list[Named]:
+    """Every parameter of a rank's chunks, as registered; with several chunks the names say which."""
+    prefixes = [""] if len(modules) == 1 else [f"chunk {chunk}: " for chunk in range(len(modules))]
+    return [
+        Named(prefix + name, parameter)
+        for prefix, module in zip(prefixes, modules, strict=True)
+        for name, parameter in module.named_parameters()
+    ]
 
 
 def gather_owned(

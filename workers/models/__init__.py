@@ -24,32 +24,33 @@ def parameter_dtype(spec: TrialSpec) -> torch.dtype:
     return torch.bfloat16
 
 
-def build_stage(spec: TrialSpec, pp_rank: int, device: torch.device, step: int = 0) -> nn.Module:
-    """Stage `pp_rank` with its weights of `step` (gpt: initial weights only). Equal on all dp ranks."""
-    num_layers = stage_layer_counts(spec.model.num_layers, spec.mesh.pp)[pp_rank]
-    is_first, is_last = pp_rank == 0, pp_rank == spec.mesh.pp - 1
-    stage: nn.Module
+def build_stage(spec: TrialSpec, stage: int, device: torch.device, step: int = 0) -> nn.Module:
+    """One stage of the pipeline with its weights of `step` (gpt: initial weights only). Equal on all dp ranks."""
+    num_stages = spec.mesh.num_stages
+    num_layers = stage_layer_counts(spec.model.num_layers, num_stages)[stage]
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    module: nn.Module
     if spec.probe is ProbeName.EXACT:
-        stage = exact.ExactStage(spec.model, num_layers, is_first, is_last)
+        module = exact.ExactStage(spec.model, num_layers, is_first, is_last)
     else:
-        stage = gpt.GptStage(spec.model, num_layers, is_first, is_last, parameter_dtype(spec))
-    seed_weights(stage, spec, pp_rank, step)
-    return stage.to(device)
+        module = gpt.GptStage(spec.model, num_layers, is_first, is_last, parameter_dtype(spec))
+    seed_weights(module, spec, stage, step)
+    return module.to(device)
 
 
-def seed_weights(stage: nn.Module, spec: TrialSpec, pp_rank: int, step: int = 0) -> None:
+def seed_weights(module: nn.Module, spec: TrialSpec, stage: int, step: int = 0) -> None:
     """Write the stage's weights of `step` in place, wherever its parameters' storage is.
 
     The exact probe needs this before every step (an optimizer leaves the integers); gpt has initial weights only.
     """
-    layer = first_layer(spec.model.num_layers, spec.mesh.pp, pp_rank)
-    if isinstance(stage, exact.ExactStage):
-        exact.seed_weights(stage, spec.model, spec.seed, layer, step)
+    layer = first_layer(spec.model.num_layers, spec.mesh.num_stages, stage)
+    if isinstance(module, exact.ExactStage):
+        exact.seed_weights(module, spec.model, spec.seed, layer, step)
     else:
-        gpt.seed_weights(stage, spec.model, spec.seed, layer)
+        gpt.seed_weights(module, spec.model, spec.seed, layer)
 
 
-def stage_example(spec: TrialSpec, pp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stage_example(spec: TrialSpec, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of one microbatch at this stage's input and output, as tensors without storage (meta)."""
     shape_BS = (spec.batch.micro_batch_size, spec.model.seq_len)
     dtype = parameter_dtype(spec)
@@ -57,8 +58,8 @@ def stage_example(spec: TrialSpec, pp_rank: int) -> tuple[torch.Tensor, torch.Te
     tokens_BS = torch.empty(shape_BS, dtype=torch.int64, device="meta")
     logits_BSV = torch.empty(*shape_BS, spec.model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
     return (
-        tokens_BS if pp_rank == 0 else hidden_BSH,
-        logits_BSV if pp_rank == spec.mesh.pp - 1 else hidden_BSH,
+        tokens_BS if stage == 0 else hidden_BSH,
+        logits_BSV if stage == spec.mesh.num_stages - 1 else hidden_BSH,
     )
 
 

@@ -5,6 +5,8 @@ What the live step runs; the phases themselves are in `workers.grad_sync`. Must 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into
@@ -18,19 +20,23 @@ from workers.stacks.protocol import StackContext
 
 
 class ReferenceStack:
-    """See `workers.stacks.protocol.Stack`. `layout` is that of the one module's parameters."""
+    """See `workers.stacks.protocol.Stack`. `layouts` are those of the modules' parameters, one per chunk."""
 
-    def __init__(self, context: StackContext, ordering: Ordering, layout: BufferLayout, prescale: Prescale) -> None:
-        [module] = context.modules
+    def __init__(
+        self, context: StackContext, ordering: Ordering, layouts: Sequence[BufferLayout], prescale: Prescale
+    ) -> None:
         self._context = context
         self._ordering = ordering
         self._prescale = prescale
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
-        tied_name = None if context.tied is None else self._names[context.tied]
-        device = next(module.parameters()).device
-        self._grads = GradBuffer(layout, device, tied_name)
-        self._weights = ParameterBuffer(module, layout)
-        accumulate_into(module, self._grads)
+        self._places = {
+            parameter: (chunk, name)
+            for chunk, module in enumerate(context.modules)
+            for name, parameter in module.named_parameters()
+        }
+        self._grads = tuple(map(self._grad_buffer, range(len(layouts)), layouts))
+        self._weights = tuple(map(ParameterBuffer, context.modules, layouts))
+        for module, buffer in zip(context.modules, self._grads, strict=True):
+            accumulate_into(module, buffer)
         self._optimizer = ShardedOptimizer(
             context.make_optimizer,
             self._weights,
@@ -40,9 +46,16 @@ class ReferenceStack:
             ordering.distributed_optimizer,
         )
 
+    def _grad_buffer(self, chunk: int, layout: BufferLayout) -> GradBuffer:
+        tied = self._context.tied
+        tied_chunk, tied_name = (None, None) if tied is None else self._places[tied]
+        device = next(self._context.modules[chunk].parameters()).device
+        return GradBuffer(layout, device, tied_name if chunk == tied_chunk else None)
+
     def zero_grad(self) -> None:
-        """Zero the buffer, padding included."""
-        self._grads.zero()
+        """Zero the buffers, padding included."""
+        for buffer in self._grads:
+            buffer.zero()
 
     def finalize(self, observe: Observer) -> None:
         """Run the ordering's phases."""
@@ -54,11 +67,13 @@ class ReferenceStack:
         """This rank's shards of the parameter; all of it without a distributed optimizer."""
         if not self._ordering.distributed_optimizer:
             return (Interval(0, parameter.numel()),)
-        return self._grads.layout.owned_intervals(self._names[parameter], self._context.at.dp_rank)
+        chunk, name = self._places[parameter]
+        return self._grads[chunk].layout.owned_intervals(name, self._context.at.dp_rank)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter's part of the buffer."""
-        return self._grads.grad(self._names[parameter])
+        """The parameter's part of its chunk's buffer."""
+        chunk, name = self._places[parameter]
+        return self._grads[chunk].grad(name)
 
     def step(self) -> None:
         """Update the shards and gather the weights."""

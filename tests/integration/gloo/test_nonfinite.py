@@ -24,7 +24,7 @@ def run_with(session: Any, specs: list[TrialSpec], broken_rank: int, name: str, 
     def compute_and_break(trial: Any, step: int) -> float | None:
         loss = compute(trial, step)
         if session.world_rank == broken_rank:
-            trial._stack.grad(trial._module.get_parameter(name))[3] = bad
+            trial._stack.grad(trial._modules[0].get_parameter(name))[3] = bad
         return loss
 
     RankTrial._compute_gradients = compute_and_break  # type: ignore[method-assign]

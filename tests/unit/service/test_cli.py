@@ -89,7 +89,7 @@ def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_predict_knows_the_reported_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["predict", "--json", "--version", "de4028a", "--version", "v0.14", "--ordering", "fixed"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["mesh"] == {"dp": 2, "pp": 2}
+    assert found["mesh"] == {"dp": 2, "pp": 2, "vpp": 1}
     wrong = {entry["subject"]: entry["misowned_elements"] for entry in found["predictions"]}
     assert wrong == {"de4028a": 2048, "v0.14": 0, "fixed": 0}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workers.contract import BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.contract import BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, Schedule, TrialSpec
 from workers.models import build_stage, microbatches, seed_weights
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
@@ -26,6 +26,12 @@ CASES = [
     replace(BASE, mesh=mesh, model=model, probe=probe, dtype=dtype)
     for mesh, (probe, dtype), model in product(MESHES, KINDS, (SMALL, SHALLOW))
 ]
+CASES += [
+    replace(BASE, mesh=mesh, probe=probe, batch=BatchSpec(1, num_microbatches), model=replace(SMALL, num_layers=7))
+    for mesh, num_microbatches in ((Mesh(1, 2, vpp=2), 2), (Mesh(2, 2, vpp=3), 6), (Mesh(1, 3, vpp=2), 3))
+    for probe in ProbeName
+]
+CASES += [replace(BASE, mesh=Mesh(1, pp), schedule=Schedule.GPIPE, batch=BatchSpec(1, 2)) for pp in (1, 2, 4)]
 STEPS = {ProbeName.GPT: 1, ProbeName.EXACT: 3}
 
 
@@ -53,19 +59,26 @@ def run_case(spec: TrialSpec, world_rank: int, pp_groups: dict) -> list[dict]:
     """Every step of one trial on this rank."""
     here = spec.mesh.coordinates(world_rank)
     device = torch.device("cpu")
-    stage = build_stage(spec, here.pp_rank, device)
-    main_grad = gather_main_grad(stage, tied_parameter_name(spec.mesh.pp, here.pp_rank))
-    pipeline = Pipeline(stage, spec, here.pp_rank, pp_groups[spec.mesh, here.dp_rank], device)
+    stages = spec.mesh.stages(here.pp_rank)
+    modules = [build_stage(spec, stage, device) for stage in stages]
+    gathered = [
+        gather_main_grad(module, tied_parameter_name(spec.mesh.num_stages, stage))
+        for module, stage in zip(modules, stages, strict=True)
+    ]
+    main_grad = next((grad for grad in gathered if grad is not None), None)
+    pipeline = Pipeline(modules, spec, here.pp_rank, pp_groups[spec.mesh, here.dp_rank], device)
     results = []
     for step in range(STEPS[spec.probe]):
-        seed_weights(stage, spec, here.pp_rank, step)
+        for module, stage in zip(modules, stages, strict=True):
+            seed_weights(module, spec, stage, step)
         if main_grad is not None:
             main_grad.zero_()
         began = time.perf_counter()
         loss = pipeline.run_step(*microbatches(spec, step, here.dp_rank, device))
         seconds = time.perf_counter() - began
         gradient = None if main_grad is None else main_grad.flatten().clone()
-        leftover = [name for name, parameter in stage.named_parameters() if parameter.grad is not None]
+        parameters = [named for module in modules for named in module.named_parameters()]
+        leftover = [name for name, parameter in parameters if parameter.grad is not None]
         results.append({"loss": loss, "gradient": gradient, "leftover": leftover, "seconds": seconds})
     return results
 
@@ -77,7 +90,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=world_rank, world_size=world_size)
     pp_groups = {
         (mesh, dp_rank): dist.new_group([mesh.world_rank(dp_rank, pp_rank) for pp_rank in range(mesh.pp)])
-        for mesh in MESHES
+        for mesh in dict.fromkeys(spec.mesh for spec in CASES)
         for dp_rank in range(mesh.dp)
     }
     results = {

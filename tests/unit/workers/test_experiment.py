@@ -45,6 +45,15 @@ def test_the_default_batch_fills_the_pipeline(pp: int, num_microbatches: int) ->
     assert resolve(resolved) == resolved
 
 
+@pytest.mark.parametrize(("pp", "exact", "gpt"), [(2, 4, 2), (3, 6, 3), (4, 4, 4), (5, 5, 5)])
+def test_interleaved_chunks_get_a_multiple_of_pp_microbatches_and_a_layer_each(pp: int, exact: int, gpt: int) -> None:
+    spec = resolve(ExperimentSpec(mesh=Mesh(2, pp, vpp=3)))
+    by_probe = {trial.probe: trial for trial in trials(spec, Device.CPU)}
+    assert by_probe[ProbeName.GPT].batch == BatchSpec(1, gpt)
+    assert by_probe[ProbeName.EXACT].batch == BatchSpec(1, exact)
+    assert by_probe[ProbeName.EXACT].model.num_layers == 3 * pp
+
+
 def test_a_batch_that_was_asked_for_is_kept() -> None:
     spec = ExperimentSpec(batch=BatchSpec(3, 7))
     assert resolve(spec) is spec

@@ -34,7 +34,8 @@ def run(name: OrderingName, mesh: Mesh, lead: int = 8) -> tuple[dict[int, GradBu
     ordering, phases = ORDERINGS[name], []
     made = buffers(mesh, lead, ordering.layout)
     prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp)
-    sync_gradients(ordering, mesh, made, VirtualRanks(mesh.world_size), prescale, phases.append)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    sync_gradients(ordering, mesh, chunks, VirtualRanks(mesh.world_size), prescale, phases.append)
     return made, phases
 
 

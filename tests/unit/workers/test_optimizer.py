@@ -52,7 +52,7 @@ def sharded(probe: ProbeName, dtype: torch.dtype, dp: int, version: LayoutVersio
     def rank_main(rank: int, communicator: ProcessGroups) -> Stage:
         stage = Stage(dtype)
         weights, grads = ParameterBuffer(stage, layout), GradBuffer(layout, torch.device("cpu"), "tied")
-        optimizer = ShardedOptimizer(optimizer_for(probe), weights, grads, members, rank, distributed)
+        optimizer = ShardedOptimizer(optimizer_for(probe), [weights], [grads], members, rank, distributed)
         for step in range(NUM_STEPS):
             # What a rank does not own is rubbish after a reduce-scatter and must not be used.
             grads.main_grad.fill_(777.0)
@@ -96,7 +96,7 @@ def test_masters_can_be_reloaded() -> None:
     )
     stage = Stage(torch.float32)
     weights, grads = ParameterBuffer(stage, layout), GradBuffer(layout, torch.device("cpu"), "tied")
-    optimizer = ShardedOptimizer(optimizer_for(ProbeName.EXACT), weights, grads, (0,), 0, distributed=True)
+    optimizer = ShardedOptimizer(optimizer_for(ProbeName.EXACT), [weights], [grads], (0,), 0, distributed=True)
     weights.values.fill_(5.0)
     optimizer.reload_masters()
     grads.main_grad.fill_(2.0)

@@ -32,7 +32,9 @@ CASES = load_script().CASES
 
 def describe(index: int) -> str:
     spec = CASES[index]
-    return f"{spec.probe}-{spec.dtype}-dp{spec.mesh.dp}-pp{spec.mesh.pp}-layers{spec.model.num_layers}"
+    mesh = spec.mesh
+    shape = f"dp{mesh.dp}-pp{mesh.pp}-vpp{mesh.vpp}"
+    return f"{spec.probe}-{spec.dtype}-{shape}-{spec.schedule}-layers{spec.model.num_layers}"
 
 
 @pytest.fixture(scope="module")

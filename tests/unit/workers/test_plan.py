@@ -17,6 +17,7 @@ from workers.contract import (
     ModelSpec,
     OrderingName,
     ProbeName,
+    Schedule,
 )
 from workers.experiment import ExperimentSpec, trials
 from workers.faults import FaultName
@@ -49,7 +50,12 @@ BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(mesh=Mesh(dp=0)), ("mesh", "dp")),
     (ExperimentSpec(mesh=Mesh(pp=-1)), ("mesh", "pp")),
     (ExperimentSpec(mesh=Mesh(tp=2)), ("mesh", "tp")),
-    (ExperimentSpec(mesh=Mesh(vpp=2)), ("mesh", "vpp")),
+    (ExperimentSpec(mesh=Mesh(vpp=0)), ("mesh", "vpp")),
+    (ExperimentSpec(mesh=Mesh(vpp=65), probes=EXACT), ("mesh", "vpp")),
+    (ExperimentSpec(mesh=Mesh(2, 1, vpp=2)), ("mesh", "vpp")),
+    (ExperimentSpec(mesh=Mesh(2, 2, vpp=3)), ("mesh", "vpp")),
+    (ExperimentSpec(mesh=Mesh(2, 2, vpp=2), schedule=Schedule.GPIPE), ("schedule",)),
+    (ExperimentSpec(mesh=Mesh(2, 2, vpp=2), batch=BatchSpec(1, 3)), ("batch", "num_microbatches")),
     (ExperimentSpec(mesh=Mesh(dp=1025, pp=1)), ("mesh",)),
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), probes=GPT), ("mesh", "pp")),
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), model=TINY, probes=EXACT), ("mesh", "pp")),
@@ -106,6 +112,9 @@ def test_a_broken_rule_names_its_field_value_rule_and_remedy(spec: ExperimentSpe
         ExperimentSpec(mesh=Mesh(dp=1024, pp=1)),
         ExperimentSpec(mesh=Mesh(dp=2, pp=64), probes=EXACT),
         ExperimentSpec(mesh=Mesh(dp=2, pp=4), batch=BatchSpec(1, 4)),
+        ExperimentSpec(mesh=Mesh(2, 2, vpp=2), batch=BatchSpec(1, 4)),
+        ExperimentSpec(mesh=Mesh(2, 3, vpp=7), probes=EXACT),
+        ExperimentSpec(mesh=Mesh(2, 4), schedule=Schedule.GPIPE, batch=BatchSpec(1, 1)),
         ExperimentSpec(steps=50, repeats=2),
         ExperimentSpec(seed=2**31 - 1),
         ExperimentSpec(drill=Drill("raise_after_collective", 3, step=1)),

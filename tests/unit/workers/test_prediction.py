@@ -154,7 +154,7 @@ def test_the_catalogue_holds_sizes_as_megatron_allocates_them() -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(SpecError, match="dp x pp meshes only"):
+    with pytest.raises(SpecError, match="no tensor parallelism"):
         predict_model(OrderingName.BUGGY, Mesh(2, 2, tp=2), TINY)
     twice = [ParameterShape("a", (2,), True), ParameterShape("b", (2,), True)]
     with pytest.raises(SpecError, match="one copy of the tied weight at most"):

@@ -17,9 +17,9 @@ from workers.models import build_stage
 from workers.optimizer import optimizer_for
 from workers.orderings import ORDERINGS
 from workers.parameters import WORD_EMBEDDINGS
+from workers.prediction import stage_layout
 from workers.stacks.protocol import StackContext
 from workers.stacks.reference import ReferenceStack
-from workers.step import stage_layout
 
 CPU = torch.device("cpu")
 DP = 3
@@ -41,7 +41,7 @@ def built(ordering: OrderingName, dp_rank: int, communicator: ProcessGroups) -> 
         num_microbatches=2,
         make_optimizer=optimizer_for(spec.probe),
     )
-    return module, ReferenceStack(context, named, stage_layout(spec, named, 0), prescale)
+    return module, ReferenceStack(context, named, [stage_layout(spec, 0)], prescale)
 
 
 @pytest.mark.parametrize("ordering", [OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE])
