@@ -251,6 +251,9 @@ class DivergenceRow:
     digest: str
     deviating_ranks: tuple[int, ...] = ()
     """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
+    first_deviating: int | None = None
+    last_deviating: int | None = None
+    """Between which elements they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +306,7 @@ class ParametersRow:
     diverged_elements: int
     nonfinite_elements: int
     first_diverged: ParameterElement | None
+    last_diverged: ParameterElement | None
     max_abs_error: float
     max_error_over_bound: float
     reference_max_abs_error: float | None
@@ -310,6 +314,19 @@ class ParametersRow:
     reference_exceeded_elements: int
     deviating_ranks: tuple[int, ...]
     """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
+    first_deviating: ParameterElement | None
+    last_deviating: ParameterElement | None
+    """Between which elements they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteRow:
+    """NaN or infinity in what a rank holds when a phase begins; for `optimizer`, in the weights that it has updated."""
+
+    phase: RankPhase
+    num_elements: int
+    first: ParameterElement
+    last: ParameterElement
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +335,12 @@ class ReplicaRow:
 
     initial_weights_digest: str
     weights_digest: str
+    sent_digest: str | None = None
+    """Of the weights that this rank updated and sent to its one replica; None unless there are exactly two."""
+    kept_digest: str | None = None
+    """Of the same weights as they stand after the step; equal to `sent_digest` unless they were damaged here."""
+    received_digest: str | None = None
+    """Of the replica's weights as they stand here after the step; equal to what that one sent unless damaged here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +365,11 @@ class StepReport:
     seconds: dict[str, float]
     """Time by RankPhase value, in seconds, from a monotonic clock."""
     nonfinite_elements: int = 0
-    """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
+    """Of this rank's gradients when a phase of the sync begins, and of the weights it updated; any parameter."""
     parameters: tuple[ParametersRow, ...] = ()
     """What the judges of every other parameter, and of the tied weight between two phases, found."""
+    nonfinite: tuple[NonfiniteRow, ...] = ()
+    """Where `nonfinite_elements` are, phase by phase; empty where all is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,12 +422,38 @@ class TrialSummary:
     ok: bool
 
 
+class JudgeName(StrEnum):
+    """Who found a fault; each is blind to what another sees."""
+
+    EXACT = "exact"
+    """Any difference from the integer answer."""
+    SYNC = "sync"
+    """Synchronised gradients against the sum of all ranks' own, within the bound of rounding."""
+    REFERENCE = "reference"
+    """Each rank's own gradients against one process's, within its floor."""
+    REPLICAS = "replicas"
+    """Bits of what must be equal on several ranks."""
+    FINITE = "finite"
+    """NaN and infinity, before each collective."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a verdict is what it is: a stable code and a sentence."""
+    """Why a verdict is what it is: a stable code and a sentence; of a fault also who found it, and where it is."""
 
     code: str
     message: str
+    judge: JudgeName | None = None
+    world_rank: int | None = None
+    """The rank at fault, where the evidence points to one."""
+    node: str | None = None
+    """Of that rank; or of all suspects, where they are several on one node and others are elsewhere."""
+    phase: RankPhase | None = None
+    """The first phase after which something was wrong."""
+    parameter: str | None = None
+    """The parameter in which all wrong elements lie; None where there are several."""
+    element: int | None = None
+    """The first wrong one of `parameter`, flat, row-major."""
 
 
 @dataclass(frozen=True, slots=True)

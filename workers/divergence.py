@@ -67,8 +67,8 @@ class _Owner:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
         self._sums = dict.fromkeys(_SUMS, 0.0)
-        self._first: int | None = None
-        self._last: int | None = None
+        self._diverged_span = Span()
+        self._deviating_span = Span()
         self._replayed = False
         self._deviating: set[int] = set()
         self._tied = False
@@ -132,7 +132,7 @@ class _Owner:
         self._count("missed", must & ~(diverged & as_predicted) if self._exact else must & ~diverged)
         self._count("unexpected", diverged & ~misowned | misowned & ~as_predicted)
         self._count("nonfinite", ~torch.isfinite(synced))
-        self._locate(piece.intervals, diverged)
+        self._diverged_span.include(piece.intervals, diverged)
         self._peak("error", error)
         self._peak("error_over_bound", _ratio(error, bound))
         self._peak("bound", bound)
@@ -152,6 +152,7 @@ class _Owner:
         exceeded = ~((synced - (truth - missing)).abs() <= allowed)
         deviating_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
         exceeded |= deviating_Cn.any(dim=0)
+        self._deviating_span.include(piece.intervals, deviating_Cn.any(dim=0))
         self._deviating |= {
             self._expectation.members[at] for at in deviating_Cn.any(dim=1).nonzero().flatten().tolist()
         }
@@ -184,8 +185,8 @@ class _Owner:
             missed_elements=counts["missed"],
             unexpected_elements=counts["unexpected"],
             nonfinite_elements=counts["nonfinite"],
-            first_diverged=self._first,
-            last_diverged=self._last,
+            first_diverged=self._diverged_span.first,
+            last_diverged=self._diverged_span.last,
             max_abs_error=peaks["error"],
             relative_l2_error=_divide(math.sqrt(sums["error_squared"]), math.sqrt(truth_squared)),
             max_error_over_bound=peaks["error_over_bound"],
@@ -197,6 +198,8 @@ class _Owner:
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
             deviating_ranks=tuple(sorted(self._deviating)),
+            first_deviating=self._deviating_span.first,
+            last_deviating=self._deviating_span.last,
         )
         return EndJudgement(divergence, self._tied_row() if self._tied else None)
 
@@ -222,13 +225,22 @@ class _Owner:
     def _sum(self, name: str, value: Tensor) -> None:
         self._sums[name] += float(value)
 
-    def _locate(self, intervals: Intervals, diverged: Tensor) -> None:
-        found = diverged.nonzero()
+
+class Span:
+    """The first and the last of the elements that were picked so far."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def include(self, intervals: Intervals, picked_n: Tensor) -> None:
+        """Take in the picked elements of one piece."""
+        found = picked_n.nonzero()
         if found.numel() == 0:
             return
         first, last = element_at(intervals, int(found[0])), element_at(intervals, int(found[-1]))
-        self._first = first if self._first is None else min(self._first, first)
-        self._last = last if self._last is None else max(self._last, last)
+        self.first = first if self.first is None else min(self.first, first)
+        self.last = last if self.last is None else max(self.last, last)
 
 
 _COUNTS = (

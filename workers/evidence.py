@@ -14,6 +14,7 @@ from workers.contract import (
     DivergenceRow,
     End,
     OrderingName,
+    Phase,
     ProbeName,
     Role,
     StepReport,
@@ -23,6 +24,7 @@ from workers.contract import (
 )
 from workers.intervals import count
 from workers.orderings import ORDERINGS
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, stage_parameters
 from workers.prediction import trial_misowned
 
 Place = tuple[int, int, int]
@@ -158,6 +160,13 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
             yield other, report
 
 
+def deviations(evidence: Evidence) -> Iterator[tuple[StepReport, int]]:
+    """World ranks whose own gradients were off before any collective, each with the report that says so."""
+    for report in evidence.reports:
+        yield from ((report, world_rank) for row in report.divergence for world_rank in row.deviating_ranks)
+        yield from ((report, world_rank) for row in report.parameters for world_rank in row.deviating_ranks)
+
+
 def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
     """Where something is not finite that must be, and what it is."""
     for report, row in evidence.rows():
@@ -183,6 +192,32 @@ def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
     ends = (End.WTE, End.LM_HEAD) if evidence.spec.mesh.pp > 1 else (End.WTE,)
     for index, step in _steps(evidence.specs):
         yield from ((index, step, end) for end in ends if compared[index, step, end] < evidence.num_elements)
+
+
+def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Phase]]:
+    """(trial_index, step, pp_rank, phase) in which not every element of a stage's parameters was compared."""
+    compared: dict[tuple[int, int, int, Phase], int] = defaultdict(int)
+    for report in evidence.reports:
+        for row in report.parameters:
+            compared[report.trial_index, report.step, report.pp_rank, row.phase] += row.owned_elements
+    due = dict(_parameters_due(evidence.spec))
+    for index, step in _steps(evidence.specs):
+        for (pp_rank, phase), num_elements in due.items():
+            if compared[index, step, pp_rank, phase] < num_elements:
+                yield index, step, pp_rank, phase
+
+
+def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
+    """How many elements each judge of a stage's parameters must have compared in a step."""
+    mesh, tied = spec.mesh, prod((spec.model.vocab_size, spec.model.hidden_size))
+    for pp_rank in range(mesh.pp):
+        shapes = [
+            shape for stage in mesh.stages(pp_rank) for shape in stage_parameters(spec.probe, spec.model, mesh, stage)
+        ]
+        inner = sum(shape.numel for shape in shapes if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER))
+        yield (pp_rank, Phase.FINAL), inner
+        if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ORDERINGS[spec.ordering].ties_last:
+            yield (pp_rank, Phase.SCATTERED), tied
 
 
 def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:

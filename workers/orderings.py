@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from workers.contract import OrderingName, Role
+from workers.contract import OrderingName, RankPhase, Role
 from workers.layout import RULES, LayoutRule, LayoutVersion
 
 
@@ -24,6 +24,16 @@ class SyncPhase(StrEnum):
     """Every bucket is scaled and all-reduced over the dp replicas."""
     TIE_ALL_REDUCE = "tie_all_reduce"
     """The tied weight's gradient is all-reduced between the first and the last stage of each pipeline."""
+
+
+RANK_PHASES: Mapping[SyncPhase, RankPhase] = MappingProxyType(
+    {
+        SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
+        SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+        SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+    }
+)
+"""Where a rank is during each of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ judgement. The measured code never looks at the judgement's data.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -14,19 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from workers.checks.finiteness import count_nonfinite, find_nonfinite, only
 from workers.checks.parameters import ParameterJudges, Scene, name_parameters
-from workers.checks.replicas import digest
+from workers.checks.replicas import GatherWatch, digest
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
     Coordinates,
     DivergenceRow,
     End,
+    NonfiniteRow,
     ParametersRow,
     Phase,
     Position,
     ProbeName,
     RankPhase,
-    ReplicaRow,
     StepReport,
     TiedRow,
     TraceRow,
@@ -42,7 +42,7 @@ from workers.layout import BufferLayout
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import optimizer_for
-from workers.orderings import ORDERINGS, Ordering, SyncPhase
+from workers.orderings import ORDERINGS, RANK_PHASES, Ordering
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_misowned
@@ -50,11 +50,6 @@ from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
 
-_RANK_PHASES = {
-    SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
-    SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
-    SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
-}
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
 
@@ -116,6 +111,7 @@ class RankTrial:
         self._ordering = ORDERINGS[spec.ordering]
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
+        self._watch = GatherWatch(self._communicator)
         self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
@@ -133,6 +129,7 @@ class RankTrial:
             if name := tied_parameter_name(spec.mesh.num_stages, stage):
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._named = name_parameters(self._modules)
         self._stack = self._build_stack(groups, layouts)
         self._judges = self._build_judges()
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
@@ -150,7 +147,7 @@ class RankTrial:
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
-            communicator=self._struck(self._communicator),
+            communicator=self._struck(self._watch),
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
@@ -168,9 +165,9 @@ class RankTrial:
             communicator=self._communicator,
         )
         ties_last = spec.mesh.pp > 1 and self._ordering.ties_last
-        return ParameterJudges(scene, name_parameters(self._modules), self._tied, ties_last)
+        return ParameterJudges(scene, self._named, self._tied, ties_last)
 
-    def _struck(self, communicator: ProcessGroups) -> Communicator:
+    def _struck(self, communicator: Communicator) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
         drill = self._spec.drill
         if drill is None or not is_struck(self._spec, self._at.world_rank, self._node):
@@ -187,10 +184,9 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._judges.remember(local_P)
-        self._synchronise(step, trace)
+        broken = self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
@@ -198,10 +194,10 @@ class RankTrial:
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
-        replica = ReplicaRow(self._initial_digest, self._digest_weights())
+        broken += self._broken_weights()
+        replica = self._watch.conclude(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, num_nonfinite)
+        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -229,20 +225,43 @@ class RankTrial:
         self._local_P.copy_(grad_P)
         return self._local_P, self._trace(Phase.LOCAL)
 
-    def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
-        upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
+    def _synchronise(self, step: int, trace: list[TraceRow]) -> list[NonfiniteRow]:
+        """Run the sync, observed phase by phase; what was not finite when a phase began."""
+        upcoming = [RANK_PHASES[phase] for phase in self._ordering.phases]
+        broken = self._broken_gradients(upcoming[0])
 
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
             trace.extend(self._trace(phase))
             self._judges.observe(phase)
-            self._enter(next(upcoming, RankPhase.STATISTICS), step)
+            upcoming.pop(0)
+            if upcoming:
+                broken.extend(self._broken_gradients(upcoming[0]))
+                self._enter(upcoming[0], step)
 
-        self._enter(next(upcoming), step)
+        self._enter(upcoming[0], step)
         self._stack.finalize(observe)
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
+        return broken
+
+    def _broken_gradients(self, phase: RankPhase) -> list[NonfiniteRow]:
+        """Only the tied weight goes through a tie."""
+        named = [each for each in self._named if phase is not RankPhase.TIE or each.parameter is self._tied]
+        row = (
+            find_nonfinite(phase, [(each.name, self._stack.grad(each.parameter)) for each in named]) if named else None
+        )
+        return [row] if row else []
+
+    def _broken_weights(self) -> list[NonfiniteRow]:
+        """Those that this rank has updated itself; the others' are theirs to tell."""
+        weights = [(each, each.parameter.detach().flatten()) for each in self._named]
+        if count_nonfinite(*(weight_P for _, weight_P in weights)) == 0:
+            return []
+        mine = [(each.name, only(weight_P, self._stack.owned(each.parameter))) for each, weight_P in weights]
+        row = find_nonfinite(RankPhase.OPTIMIZER, mine)
+        return [row] if row else []
 
     def _trace(self, phase: Phase) -> list[TraceRow]:
         if self._end is None or self._tied is None:
@@ -287,7 +306,7 @@ class RankTrial:
         parameters: tuple[ParametersRow, ...],
         replica: ReplicaRow,
         loss: float | None,
-        num_nonfinite: int,
+        broken: list[NonfiniteRow],
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -306,8 +325,9 @@ class RankTrial:
             replica=replica,
             loss=loss,
             seconds=dict(self._clock.seconds),
-            nonfinite_elements=num_nonfinite,
+            nonfinite_elements=sum(row.num_elements for row in broken),
             parameters=parameters,
+            nonfinite=tuple(broken),
         )
 
 
@@ -343,13 +363,6 @@ def moments(values_n: Tensor) -> tuple[float, float]:
         total += doubled.sum()
         squared += doubled.dot(doubled)
     return float(total), float(squared.sqrt())
-
-
-def count_nonfinite(*tensors: Tensor) -> int:
-    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most tensors."""
-    if math.isfinite(float(torch.stack([values_N.sum(dtype=torch.float32) for values_N in tensors]).sum())):
-        return 0
-    return sum(int(torch.count_nonzero(~torch.isfinite(values_N))) for values_N in tensors)
 
 
 def _relabel(row: TraceRow, phase: Phase) -> TraceRow:

@@ -34,10 +34,20 @@ class Document(BaseModel):
 
 
 class ReasonDocument(Document):
-    """Why the verdict is what it is."""
+    """Why the verdict is what it is; of a fault also who found it, and where it is as far as that is known."""
 
     code: str
     message: str
+    judge: JudgeName | None
+    world_rank: int | None
+    """The rank at fault."""
+    node: str | None
+    phase: RankPhase | None
+    """The first phase after which something was wrong."""
+    parameter: str | None
+    """The parameter in which all wrong elements lie."""
+    element: int | None
+    """The first wrong one of `parameter`, flat, row-major."""
 
 
 class TrialDocument(Document):

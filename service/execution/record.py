@@ -121,7 +121,8 @@ class Record:
             judging_s - self._began_s - self._timings["reserve_s"] - self._timings["form_s"], 6
         )
         try:
-            judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports)
+            nodes = {rank.world_rank: rank.node for rank in self._fingerprint}
+            judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports, nodes)
         except Exception as error:
             _log.exception("the judge broke", extra={"validation": self.key.validation_id})
             return Failed(self.key, FailureDetail("judge_error", f"the reports could not be judged: {error!r}"))

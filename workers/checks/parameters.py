@@ -124,12 +124,15 @@ class ParameterJudge:
             total_elements=self._total(),
             diverged_elements=row.diverged_elements,
             nonfinite_elements=row.nonfinite_elements,
-            first_diverged=None if row.first_diverged is None else self._element(row.first_diverged),
+            first_diverged=self._element(row.first_diverged),
+            last_diverged=self._element(row.last_diverged),
             max_abs_error=row.max_abs_error,
             max_error_over_bound=row.max_error_over_bound,
             reference_max_abs_error=row.reference_max_abs_error,
             reference_exceeded_elements=row.reference_exceeded_elements,
             deviating_ranks=row.deviating_ranks,
+            first_deviating=self._element(row.first_deviating),
+            last_deviating=self._element(row.last_deviating),
         )
 
     def _gradients(self, out_N: Tensor | None) -> Tensor:
@@ -143,7 +146,9 @@ class ParameterJudge:
             for interval in shift(self._scene.stack.owned(named.parameter), offset)
         )
 
-    def _element(self, index: int) -> ParameterElement:
+    def _element(self, index: int | None) -> ParameterElement | None:
+        if index is None:
+            return None
         offset, named = max((pair for pair in self._offsets() if pair[0] <= index), key=lambda pair: pair[0])
         return ParameterElement(named.name, index - offset)
 

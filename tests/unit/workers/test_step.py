@@ -11,7 +11,7 @@ import torch
 from workers import step
 from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, Position, ProbeName, RankPhase, TrialSpec
 from workers.intervals import Interval, count, union
-from workers.orderings import ORDERINGS, SyncPhase
+from workers.orderings import ORDERINGS, RANK_PHASES, SyncPhase
 from workers.step import PhaseClock, count_nonfinite, expect, moments
 
 
@@ -30,7 +30,7 @@ def test_the_clock_publishes_every_move_in_order() -> None:
 
 
 def test_every_sync_phase_has_a_place() -> None:
-    assert set(step._RANK_PHASES) == set(SyncPhase)
+    assert set(RANK_PHASES) == set(SyncPhase)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -1,0 +1,201 @@
+"""Who is at fault, in which phase and in which parameter: what the reports of one probe and ordering point to.
+
+Pure. A fault spreads: a wrong gradient goes through the sync to its owners and through the tie to the other end, so the
+earliest trace of it decides. Where several ranks look alike none is named; a wrong name costs more than none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from workers.contract import (
+    End,
+    ParameterElement,
+    Phase,
+    RankPhase,
+    ReplicaRow,
+    Role,
+    StepReport,
+)
+from workers.evidence import Evidence
+from workers.orderings import ORDERINGS, RANK_PHASES
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Guilt:
+    """The earliest trace of a fault: the ranks that it points to, and where in their step it is."""
+
+    suspects: tuple[int, ...]
+    """World ranks, rising; a single one is the rank at fault."""
+    phase: RankPhase
+    first: ParameterElement | None
+    """The first wrong element where all of them lie in one parameter."""
+
+    @property
+    def world_rank(self) -> int | None:
+        """The rank at fault; None where it could be another."""
+        return self.suspects[0] if len(self.suspects) == 1 else None
+
+
+def find_guilt(evidence: Evidence) -> Guilt | None:
+    """The earliest trace of any fault in these trials; None where there is no fault, or nothing to tell by."""
+    moments: dict[tuple[int, int], list[StepReport]] = defaultdict(list)
+    for report in evidence.reports:
+        moments[report.trial_index, report.step].append(report)
+    for moment in sorted(moments):
+        reports = moments[moment]
+        for trace in (_nonfinite, _unlike_from_the_start, _deviating, _wrong_after_dp_sync, _wrong_in_the_end):
+            if (guilt := trace(evidence, reports)) is not None:
+                return guilt
+        if (guilt := _damaged_weights(reports)) is not None:
+            return guilt
+    return None
+
+
+def node_of(guilt: Guilt, nodes: Mapping[int, str]) -> str | None:
+    """The node of all suspects, where they share one and it is not simply the node of every rank of several."""
+    on = {nodes.get(world_rank) for world_rank in guilt.suspects}
+    if len(on) != 1:
+        return None
+    return on.pop() if guilt.world_rank is not None or len(set(nodes.values())) > 1 else None
+
+
+def odd_ones_out(values: Mapping[int, str]) -> tuple[int, ...]:
+    """The keys whose value is not the majority's; all of them where none is a majority, none where all agree."""
+    ((common, most),) = Counter(values.values()).most_common(1)
+    if most == len(values):
+        return ()
+    if most * 2 <= len(values):
+        return tuple(sorted(values))
+    return tuple(sorted(key for key, value in values.items() if value != common))
+
+
+def _nonfinite(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    order = [RANK_PHASES[phase] for phase in ORDERINGS[evidence.spec.ordering].phases] + [RankPhase.OPTIMIZER]
+    rows = [(report.world_rank, row) for report in reports for row in report.nonfinite]
+    if not rows:
+        return None
+    earliest = min((row.phase for _, row in rows), key=order.index)
+    seen = [(world_rank, row) for world_rank, row in rows if row.phase is earliest]
+    spans = [(row.first, row.last) for _, row in seen]
+    return Guilt(_sorted(world_rank for world_rank, _ in seen), earliest, _common_parameter(spans))
+
+
+def _unlike_from_the_start(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """Initial weights; where replicas are two, the one whose gradients are not those of the true weights."""
+    suspects = _odd_replicas(reports, lambda row: row.initial_weights_digest)
+    if not suspects:
+        return None
+    deviating = {world_rank for world_rank, _ in _deviations(reports)}
+    narrowed = tuple(world_rank for world_rank in suspects if world_rank in deviating)
+    return Guilt(narrowed or suspects, RankPhase.BUILDING, None)
+
+
+def _deviating(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """Gradients that were wrong before any collective. A wrong stage misleads the others of its pipeline too."""
+    found = list(_deviations(reports))
+    if not found:
+        return None
+    suspects = _sorted(world_rank for world_rank, _ in found)
+    return Guilt(suspects, RankPhase.FORWARD_BACKWARD, _common_parameter([span for _, span in found]))
+
+
+def _wrong_after_dp_sync(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    rows = [(report.world_rank, row) for report in reports for row in report.parameters if row.diverged_elements]
+    if not rows:
+        return None
+    spans = [(row.first_diverged, row.last_diverged) for _, row in rows]
+    return Guilt(_sorted(world_rank for world_rank, _ in rows), RankPhase.DP_SYNC, _common_parameter(spans))
+
+
+def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """The tied weight is wrong, although nothing was before the ends were added."""
+    if evidence.role is not Role.SUBJECT:
+        return None
+    rows = [(report, row) for report in reports for row in report.divergence if row.diverged_elements]
+    if not rows:
+        return None
+    spans = [(_tied_element(row.end, row.first_diverged), _tied_element(row.end, row.last_diverged)) for _, row in rows]
+    suspects = _sorted(report.world_rank for report, _ in rows)
+    return Guilt(suspects, _phase_of_tied_fault(evidence, reports), _common_parameter(spans))
+
+
+def _phase_of_tied_fault(evidence: Evidence, reports: Sequence[StepReport]) -> RankPhase:
+    """Where the tie is first, both ends of a pipeline hold the same bits after it, unless the fault was there."""
+    if ORDERINGS[evidence.spec.ordering].ties_last:
+        return RankPhase.TIE
+    digests: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for report in reports:
+        if report.pp_rank in (0, evidence.spec.mesh.pp - 1):
+            digests[report.dp_rank, report.tp_rank].add(
+                " ".join(row.digest for row in report.trace if row.phase is Phase.TIED)
+            )
+    return RankPhase.TIE if any(len(held) > 1 for held in digests.values()) else RankPhase.DP_SYNC
+
+
+def _damaged_weights(reports: Sequence[StepReport]) -> Guilt | None:
+    """Weights that differ after the step; where replicas are two, by what each of them sent."""
+    suspects = _odd_replicas(reports, lambda row: row.weights_digest)
+    if not suspects:
+        return None
+    damaged = _sorted(world_rank for world_rank in suspects if _is_damaged(world_rank, reports))
+    return Guilt(damaged or suspects, RankPhase.OPTIMIZER, None)
+
+
+def _is_damaged(world_rank: int, reports: Sequence[StepReport]) -> bool:
+    """Whether a rank of two replicas no longer has what it sent, or not what the other sent."""
+    (mine,) = [report for report in reports if report.world_rank == world_rank]
+    others = [
+        report.replica.sent_digest
+        for report in reports
+        if (report.pp_rank, report.tp_rank) == (mine.pp_rank, mine.tp_rank) and report is not mine
+    ]
+    row = mine.replica
+    if row.sent_digest is None or len(others) != 1:
+        return False
+    return row.kept_digest != row.sent_digest or row.received_digest != others[0]
+
+
+def _odd_replicas(reports: Sequence[StepReport], digest: Callable[[ReplicaRow], str]) -> tuple[int, ...]:
+    """Ranks that do not hold what most replicas of their stage hold."""
+    stages: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
+    for report in reports:
+        stages[report.pp_rank, report.tp_rank][report.world_rank] = digest(report.replica)
+    return _sorted(world_rank for held in stages.values() for world_rank in odd_ones_out(held))
+
+
+_Span = tuple[ParameterElement | None, ParameterElement | None]
+
+
+def _deviations(reports: Sequence[StepReport]) -> Iterator[tuple[int, _Span]]:
+    """Ranks whose own gradients are off, each with between which elements one owner has seen it."""
+    for report in reports:
+        for row in report.divergence:
+            span = _tied_element(row.end, row.first_deviating), _tied_element(row.end, row.last_deviating)
+            yield from ((world_rank, span) for world_rank in row.deviating_ranks)
+        for inner in report.parameters:
+            yield from (
+                (world_rank, (inner.first_deviating, inner.last_deviating)) for world_rank in inner.deviating_ranks
+            )
+
+
+def _tied_element(end: End, element: int | None) -> ParameterElement | None:
+    if element is None:
+        return None
+    return ParameterElement(WORD_EMBEDDINGS if end is End.WTE else OUTPUT_LAYER, element)
+
+
+def _common_parameter(spans: Sequence[_Span]) -> ParameterElement | None:
+    """The first element of all, where every span lies in one and the same parameter."""
+    bounds = [bound for span in spans for bound in span]
+    known = [bound for bound in bounds if bound is not None]
+    if len(known) < len(bounds) or len({bound.parameter for bound in known}) != 1:
+        return None
+    return min(known, key=lambda bound: bound.element)
+
+
+def _sorted(world_ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(world_ranks)))
