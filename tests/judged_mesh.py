@@ -79,7 +79,12 @@ class JudgedMesh:
             Replay(self.replayed[neighbour], self.floor),
             self.synced[rank],
             torch.zeros_like(self.local[rank]),
+            self.answer if self.spec.probe is ProbeName.EXACT else None,
         )
+
+    def answer(self) -> Tensor:
+        """The true sum of all of the tied weight."""
+        return torch.stack(list(self.replayed.values())).double().sum(dim=0)
 
     def owned(self, rank: int) -> list[int]:
         intervals = self.expectation.owned[self.holders.index(rank)]
@@ -95,7 +100,13 @@ class JudgedMesh:
         """One a chunk."""
         generator = torch.Generator().manual_seed(rank)
         stages = self.mesh.stages(self.mesh.coordinates(rank).pp_rank)
-        return [self._buffer(stage, generator) for stage in stages]
+        buffers = [self._buffer(stage, generator) for stage in stages]
+        code = self.expectation.code
+        for buffer in buffers:
+            if code is not None and buffer.tied_name is not None:
+                tied_P = buffer.tied_grad()
+                tied_P.copy_(code.sign(tied_P.long(), self.holders.index(rank)))
+        return buffers
 
     def _buffer(self, stage: int, generator: torch.Generator) -> GradBuffer:
         layout = stage_layout(self.spec, stage)

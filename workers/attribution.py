@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from workers.contract import (
+    DeviationKind,
     End,
     ParameterElement,
+    ParametersRow,
     Phase,
     RankPhase,
     ReplicaRow,
     Role,
     StepReport,
 )
-from workers.evidence import Evidence
+from workers.evidence import Evidence, astray_ranks
 from workers.orderings import ORDERINGS, RANK_PHASES
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
 
@@ -108,7 +110,20 @@ def _wrong_after_dp_sync(_: Evidence, reports: Sequence[StepReport]) -> Guilt | 
     if not rows:
         return None
     spans = [(row.first_diverged, row.last_diverged) for _, row in rows]
-    return Guilt(_sorted(world_rank for world_rank, _ in rows), RankPhase.DP_SYNC, _common_parameter(spans))
+    suspects = _sorted(world_rank for world_rank, _ in rows)
+    if len(suspects) > 1:
+        # Several owners are wrong in the same way where what one rank sent them was.
+        suspects = _blamed_by_all([row for _, row in rows]) or suspects
+    return Guilt(suspects, RankPhase.DP_SYNC, _common_parameter(spans))
+
+
+def _blamed_by_all(rows: Sequence[ParametersRow]) -> tuple[int, ...]:
+    """The one contributor whose share is wrong in every row, and the only one in each; else nobody."""
+    blamed = [
+        {contributor.world_rank for deviation in row.deviations for contributor in deviation.contributors}
+        for row in rows
+    ]
+    return _sorted(blamed[0]) if all(names == blamed[0] for names in blamed) and len(blamed[0]) == 1 else ()
 
 
 def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
@@ -174,8 +189,9 @@ def _deviations(reports: Sequence[StepReport]) -> Iterator[tuple[int, _Span]]:
     """Ranks whose own gradients are off, each with between which elements one owner has seen it."""
     for report in reports:
         for row in report.divergence:
-            span = _tied_element(row.end, row.first_deviating), _tied_element(row.end, row.last_deviating)
-            yield from ((world_rank, span) for world_rank in row.deviating_ranks)
+            local = [each.first_element for each in row.deviations if each.kind is DeviationKind.LOCAL]
+            first = _tied_element(row.end, min(local, default=None))
+            yield from ((world_rank, (first, first)) for world_rank in astray_ranks(row))
         for inner in report.parameters:
             yield from (
                 (world_rank, (inner.first_deviating, inner.last_deviating)) for world_rank in inner.deviating_ranks

@@ -213,6 +213,48 @@ class TrialSpec:
     drill: Drill | None = None
 
 
+class DeviationKind(StrEnum):
+    """What happened to elements that are not what they should be."""
+
+    LOCAL = "local"
+    """A contributor's own gradient is wrong before any synchronisation."""
+    SCALE = "scale"
+    """A multiple of what is expected: of the whole sum, or of the named contributors' shares."""
+    WRONG_OWNER = "wrong_owner"
+    """The sum of another owner's elements; the named contributor is that owner."""
+    DROPPED = "dropped"
+    """The named contributors' shares are missing."""
+    DOUBLED = "doubled"
+    """The named contributors' shares were added twice."""
+    CORRUPT = "corrupt"
+    """None of these: no combination of the shares gives this value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """One rank's copy of the tied weight, whose local gradient is one term of every sum."""
+
+    end: End
+    dp_rank: int
+    world_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """One story about wrong elements of one shard, checked on every element that it counts (`workers.deviation`)."""
+
+    kind: DeviationKind
+    contributors: tuple[Contributor, ...]
+    """The first few; empty where the story is about the whole sum, or nobody can be named for certain."""
+    num_contributors: int
+    factor: float | None
+    """How often the share (or the whole sum) is in the value: 0 dropped, 2 doubled; None where there is no such."""
+    uncertainty: float
+    """Largest error of `factor` that rounding can cause; 0 for exact."""
+    first_element: int
+    num_elements: int
+
+
 @dataclass(frozen=True, slots=True)
 class DivergenceRow:
     """What one rank's owned elements of one end show in one step (padding excluded).
@@ -249,11 +291,8 @@ class DivergenceRow:
     sum: float
     l2: float
     digest: str
-    deviating_ranks: tuple[int, ...] = ()
-    """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
-    first_deviating: int | None = None
-    last_deviating: int | None = None
-    """Between which elements they are."""
+    deviations: tuple[Deviation, ...] = ()
+    """What the wrong elements consist of, most elements first; relative to the true sum, also where predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +351,8 @@ class ParametersRow:
     reference_max_abs_error: float | None
     """None where there was no replay."""
     reference_exceeded_elements: int
+    deviations: tuple[Deviation, ...]
+    """What the wrong elements consist of, most elements first; elements count over all these parameters."""
     deviating_ranks: tuple[int, ...]
     """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
     first_deviating: ParameterElement | None
@@ -344,6 +385,15 @@ class ReplicaRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    """What may change rounding from one rank to another, as it stood in a step."""
+
+    num_threads: int
+    allow_tf32: bool
+    allow_bf16_reduction: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Everything one rank says about one step of one trial. Statistics only, never gradients."""
 
@@ -370,6 +420,10 @@ class StepReport:
     """What the judges of every other parameter, and of the tied weight between two phases, found."""
     nonfinite: tuple[NonfiniteRow, ...] = ()
     """Where `nonfinite_elements` are, phase by phase; empty where all is finite."""
+    settings: ComputeSettings | None = None
+    """With which this step was computed."""
+    drill_struck: bool = False
+    """Whether the trial's drill did anything on this rank in this step."""
 
 
 @dataclass(frozen=True, slots=True)

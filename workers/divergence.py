@@ -20,15 +20,47 @@ from torch import Tensor
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
 from workers.contract import DivergenceRow, End, ProbeName, TiedRow
-from workers.exchange import Exchange, Expectation, Holding, Piece, positions
+from workers.deviation import Attribution
+from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
+from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
-from workers.mesh import end_of
+from workers.mesh import Members, end_of
 
 UNIT_ROUNDOFF = 2.0**-24
 SMALLEST_SUBNORMAL = 2.0**-149
 DOUBLE_ROUNDOFF = 2.0**-53
+
+
+class Span:
+    """The first and the last of the elements that were picked so far."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def include(self, intervals: Intervals, picked_n: Tensor) -> None:
+        """Take in the picked elements of one piece."""
+        found = picked_n.nonzero()
+        if found.numel() == 0:
+            return
+        first, last = element_at(intervals, int(found[0])), element_at(intervals, int(found[-1]))
+        self.first = first if self.first is None else min(self.first, first)
+        self.last = last if self.last is None else max(self.last, last)
+
+
+class Astray:
+    """Whose own gradients were wrong before any collective, and between which elements."""
+
+    def __init__(self) -> None:
+        self.world_ranks: set[int] = set()
+        self.span = Span()
+
+    def add(self, members: Members, intervals: Intervals, astray_Cn: Tensor) -> None:
+        """Take in one piece; a mask for each contributor."""
+        self.world_ranks |= {members[index] for index in astray_Cn.any(dim=1).nonzero().flatten().tolist()}
+        self.span.include(intervals, astray_Cn.any(dim=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +69,7 @@ class EndJudgement:
 
     divergence: DivergenceRow
     tied: TiedRow | None
+    astray: Astray
 
 
 def judge_end(expectation: Expectation, holding: Holding, world_rank: int, communicator: ProcessGroups) -> EndJudgement:
@@ -49,7 +82,7 @@ def judge_end(expectation: Expectation, holding: Holding, world_rank: int, commu
     exchange = Exchange(expectation, world_rank, holding, communicator)
     for round_index in range(exchange.num_rounds):
         owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned))
+    return owner.conclude(select(holding.synced_P, owner.owned), holding.answer)
 
 
 class _Owner:
@@ -68,10 +101,10 @@ class _Owner:
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self._diverged_span = Span()
-        self._deviating_span = Span()
+        self._astray = Astray()
         self._replayed = False
-        self._deviating: set[int] = set()
         self._tied = False
+        self._attribution = Attribution(expectation, index)
 
     def add(self, piece: Piece) -> None:
         """Judge one piece."""
@@ -119,6 +152,7 @@ class _Owner:
         error: Tensor,
         terms: Tensor,
     ) -> None:
+        self._attribute(piece, synced, terms, bound, ~(error <= bound))
         misowned = torch.zeros_like(error, dtype=torch.bool)
         for local in positions(piece.intervals, intersect(self._expectation.misowned, piece.intervals)):
             misowned[local.start : local.stop] = True
@@ -143,6 +177,13 @@ class _Owner:
         self._sum("value_truth", synced.dot(truth))
         self._sum("error_squared", error.dot(error))
 
+    def _attribute(self, piece: Piece, synced: Tensor, terms: Tensor, bound: Tensor, diverged: Tensor) -> None:
+        """Tell whose share is wrong where the sum is not that of what the contributors gave."""
+        wrong_n = diverged & ~((synced - terms.sum(dim=0)).abs() <= bound)
+        if wrong_n.any():
+            elements_n = element_ids(piece.intervals, wrong_n.device)
+            self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
+
     def _judge_reference(
         self, piece: Piece, synced: Tensor, terms: Tensor, replayed: Tensor, floor_C: Tensor, bound: Tensor
     ) -> None:
@@ -150,12 +191,11 @@ class _Owner:
         truth, missing = self._truth(replayed, piece.intervals)
         allowed = self._bound(replayed).maximum(bound) + 2 * floor_C.sum()
         exceeded = ~((synced - (truth - missing)).abs() <= allowed)
-        deviating_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
-        exceeded |= deviating_Cn.any(dim=0)
-        self._deviating_span.include(piece.intervals, deviating_Cn.any(dim=0))
-        self._deviating |= {
-            self._expectation.members[at] for at in deviating_Cn.any(dim=1).nonzero().flatten().tolist()
-        }
+        astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
+        if astray_Cn.any():
+            self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
+            self._astray.add(self._expectation.members, piece.intervals, astray_Cn)
+        exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
         self._peak("reference_error", (synced - truth).abs())
@@ -173,7 +213,7 @@ class _Owner:
             self._count("weights", piece.weight_n.numel())
             self._peak("weights", (piece.weight_n.double() - piece.other_weight_n.double()).abs())
 
-    def conclude(self, synced_owned: Tensor) -> EndJudgement:
+    def conclude(self, synced_owned: Tensor, answer: Answer | None) -> EndJudgement:
         """The rows, once every piece is in."""
         counts, peaks, sums = self._counts, self._peaks, self._sums
         truth_squared = sums["truth_squared"]
@@ -197,11 +237,9 @@ class _Owner:
             sum=sums["value"],
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
-            deviating_ranks=tuple(sorted(self._deviating)),
-            first_deviating=self._deviating_span.first,
-            last_deviating=self._deviating_span.last,
+            deviations=self._attribution.conclude(answer),
         )
-        return EndJudgement(divergence, self._tied_row() if self._tied else None)
+        return EndJudgement(divergence, self._tied_row() if self._tied else None, self._astray)
 
     def _tied_row(self) -> TiedRow:
         return TiedRow(
@@ -224,23 +262,6 @@ class _Owner:
 
     def _sum(self, name: str, value: Tensor) -> None:
         self._sums[name] += float(value)
-
-
-class Span:
-    """The first and the last of the elements that were picked so far."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.last: int | None = None
-
-    def include(self, intervals: Intervals, picked_n: Tensor) -> None:
-        """Take in the picked elements of one piece."""
-        found = picked_n.nonzero()
-        if found.numel() == 0:
-            return
-        first, last = element_at(intervals, int(found[0])), element_at(intervals, int(found[-1]))
-        self.first = first if self.first is None else min(self.first, first)
-        self.last = last if self.last is None else max(self.last, last)
 
 
 _COUNTS = (
@@ -283,6 +304,11 @@ def element_at(intervals: Intervals, position: int) -> int:
             return interval.start + position
         position -= size
     raise IndexError(f"position {position} lies past the last of {len(intervals)} intervals")
+
+
+def element_ids(intervals: Intervals, device: torch.device) -> Tensor:
+    """The elements of laid-out intervals, in order. Int64 [n]."""
+    return torch.cat([torch.arange(interval.start, interval.stop, device=device) for interval in intervals])
 
 
 def _ratio(error: Tensor, bound: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite, isnan, prod
 
 from workers.contract import (
+    DeviationKind,
     DivergenceRow,
     End,
     OrderingName,
@@ -160,10 +161,20 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
             yield other, report
 
 
+def astray_ranks(row: DivergenceRow) -> set[int]:
+    """World ranks whose own gradient of the tied weight was off, as far as the row lists them."""
+    return {
+        contributor.world_rank
+        for deviation in row.deviations
+        if deviation.kind is DeviationKind.LOCAL
+        for contributor in deviation.contributors
+    }
+
+
 def deviations(evidence: Evidence) -> Iterator[tuple[StepReport, int]]:
     """World ranks whose own gradients were off before any collective, each with the report that says so."""
     for report in evidence.reports:
-        yield from ((report, world_rank) for row in report.divergence for world_rank in row.deviating_ranks)
+        yield from ((report, world_rank) for row in report.divergence for world_rank in astray_ranks(row))
         yield from ((report, world_rank) for row in report.parameters for world_rank in row.deviating_ranks)
 
 

@@ -8,7 +8,7 @@ the order of `Expectation.members`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,16 @@ from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members
+from workers.rank_code import RankCode
 
 PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
 PIECE_TERMS = 1 << 24
 """Most elements times contributors judged at a time: bounds the memory of judging, however wide the mesh."""
+
+
+Answer = Callable[[], Tensor]
+"""The true sum of the whole tied weight, code included and unscaled: int64 [P], as the integer answer gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Expectation:
     """Elements whose owner differs between the ends, where the ordering's phases make that matter."""
     owned: tuple[Intervals, ...]
     """By index in `members`: the elements that holder owns (all of them without a distributed optimizer)."""
+    code: RankCode | None
+    """How contributors sign their gradients; None where they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,8 @@ class Holding:
     """The replay of the *next* dp_rank's contribution to the same end: nobody vouches for himself."""
     synced_P: Tensor
     weight_P: Tensor
+    answer: Answer | None = None
+    """Called only where elements are wrong that nothing else explains."""
 
 
 @dataclass(frozen=True, slots=True)

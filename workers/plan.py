@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
 from workers.errors import LayoutAssertionError
+from workers.exactness import EXACT_LIMIT, exact_bound
 from workers.experiment import (
     ExperimentSpec,
     default_batch,
@@ -18,7 +19,7 @@ from workers.experiment import (
     resolve,
     trials,
 )
-from workers.faults import FAULTS
+from workers.faults import FAULTS, FaultName, why_not
 from workers.parameters import stage_parameters
 from workers.prediction import ordering_layouts
 
@@ -36,9 +37,6 @@ __all__ = [
     "trials",
     "violations",
 ]
-
-EXACT_LIMIT = 1 << 24
-"""Float32 holds every integer up to here."""
 
 FieldPath = tuple[str | int, ...]
 """Path of a field inside a request, as in ("mesh", "dp")."""
@@ -205,11 +203,25 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
         return
     if drill.fault not in FAULTS:
         yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(FAULTS)}", "name one of them")
+    else:
+        yield from _drill_place_violations(spec, drill)
     yield from _drill_binding_violations(spec, drill)
     yield from _in_range(("drill", "step"), drill.step, 0, max(0, spec.steps - 1))
     if not 0 < drill.probability <= 1:
         rule = "a probability is above 0 and at most 1"
         yield Violation(("drill", "probability"), drill.probability, rule, "ask for 1 to strike every time")
+
+
+def _drill_place_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Violation]:
+    fault = FAULTS[FaultName(drill.fault)]
+    in_mesh = drill.world_rank is not None and 0 <= drill.world_rank < spec.mesh.world_size
+    why = why_not(fault, spec.mesh, drill.world_rank if in_mesh else None)
+    if why is not None:
+        remedy = "ask for another fault, mesh or rank"
+        yield Violation(("drill", "fault"), drill.fault, f"it cannot be exercised here: {why}", remedy)
+    if fault.name is FaultName.TIE_OVER_WRONG_GROUP and drill.node is not None:
+        rule = f"{fault.name.value} takes several ranks of different nodes and is bound to one by its world_rank"
+        yield Violation(("drill", "node"), drill.node, rule, "give world_rank instead")
 
 
 def _drill_binding_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Violation]:
@@ -269,21 +281,6 @@ def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
         path = ("probes", spec.probes.index(ProbeName.EXACT))
         rule = f"its sums could reach {bound}, above {EXACT_LIMIT}, where float32 stops being exact"
         yield Violation(path, ProbeName.EXACT.value, rule, "use fewer tokens a step, fewer layers or a smaller dp")
-
-
-def exact_bound(model: ModelSpec, batch: BatchSpec, dp: int) -> int:
-    """The most that the terms of any gradient of the exact probe can add up to over a mesh, from sizes alone.
-
-    Weights and upstream gradients are at most 2, biases at most 1, A is a permutation and B spreads hi evenly over lo
-    (`workers.models.exact`): an output is at most 2 + 2 layers, a column's gradient at most 4, and each layer adds at
-    most `fan` times that to lo's. Token ids are spread evenly over the vocabulary.
-    """
-    lo = model.hidden_size // 2
-    fan = -(-(model.hidden_size - lo) // lo)
-    num_tokens = batch.micro_batch_size * batch.num_microbatches * model.seq_len
-    tokens_per_id = -(-num_tokens // model.vocab_size)
-    wte, lm_head = 4 + 4 * fan * model.num_layers, 2 * (2 + 2 * model.num_layers)
-    return dp * max(tokens_per_id * (wte + lm_head), num_tokens * 8 * fan)
 
 
 def _held_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:

@@ -31,8 +31,9 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
+from workers.faults import data_rank
 from workers.mesh import MeshGroups
-from workers.reference import exact_tied_gradients, replay_inner_gradients, replay_tied_gradients
+from workers.reference import replay_inner_gradients, replay_tied_gradients, signed_tied_gradients
 from workers.step import PhaseClock, RankTrial
 
 _Key = TypeVar("_Key")
@@ -196,7 +197,8 @@ class ReplayMemo:
 
 def _data_of(spec: TrialSpec) -> TrialSpec:
     """The trial without what changes neither its data nor its weights."""
-    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None)
+    drill = spec.drill if data_rank(spec, 1) != 1 else None
+    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=drill)
 
 
 def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:
@@ -211,7 +213,7 @@ def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[
 def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[Replay, Replay]:
     """(wte, lm_head) contributions of one dp rank, computed by this process alone, each with its floor."""
     if spec.probe is ProbeName.EXACT:
-        exact = exact_tied_gradients(spec, step, dp_rank)
+        exact = signed_tied_gradients(spec, step, dp_rank)
         wte = Replay(exact.wte_P.to(device, torch.float32), 0.0)
         return wte, wte if exact.lm_head_P is None else Replay(exact.lm_head_P.to(device, torch.float32), 0.0)
     replayed = replay_tied_gradients(spec, step, dp_rank, device)

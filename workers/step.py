@@ -13,11 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from workers.checks.fingerprint import read_settings
 from workers.checks.finiteness import count_nonfinite, find_nonfinite, only
 from workers.checks.parameters import ParameterJudges, Scene, name_parameters
 from workers.checks.replicas import GatherWatch, digest
-from workers.communicator import Communicator, ProcessGroups
+from workers.communicator import ProcessGroups
 from workers.contract import (
+    ComputeSettings,
     Coordinates,
     DivergenceRow,
     End,
@@ -27,14 +29,14 @@ from workers.contract import (
     Position,
     ProbeName,
     RankPhase,
+    ReplicaRow,
     StepReport,
     TiedRow,
     TraceRow,
     TrialSpec,
 )
 from workers.divergence import judge_end
-from workers.exchange import Expectation, Holding, Replay
-from workers.faults import is_struck
+from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_for
 from workers.intervals import Interval, Intervals
@@ -46,12 +48,18 @@ from workers.orderings import ORDERINGS, RANK_PHASES, Ordering
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_misowned
+from workers.rank_code import rank_code, sign_gradients
+from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
-from workers.strikes import arm
+from workers.strikes.arsenal import arm
+from workers.strikes.strike import Victim
 
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+
+MAX_ANSWER_ELEMENTS = 1 << 26
+"""Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
 class PhaseClock:
@@ -113,8 +121,9 @@ class RankTrial:
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
         self._watch = GatherWatch(self._communicator)
         self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
-        self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
+        where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
+        self._strike = arm(Victim(spec, coordinates, where, self._communicator), node)
         self._build(groups, device)
         self._expectation = expect(spec, self._ordering)
 
@@ -130,6 +139,8 @@ class RankTrial:
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
         self._named = name_parameters(self._modules)
+        self._strike.modules_built(self._modules)
+        self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         self._stack = self._build_stack(groups, layouts)
         self._judges = self._build_judges()
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
@@ -147,12 +158,13 @@ class RankTrial:
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
-            communicator=self._struck(self._watch),
+            communicator=self._strike.around_communicator(self._watch),
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
         )
-        return ReferenceStack(context, self._ordering, layouts, self._prescale)
+        stack = ReferenceStack(context, self._ordering, layouts, self._prescale)
+        return self._strike.around_stack(stack, [each.parameter for each in self._named], self._tied)
 
     def _build_judges(self) -> ParameterJudges:
         spec, at = self._spec, self._at
@@ -166,13 +178,6 @@ class RankTrial:
         )
         ties_last = spec.mesh.pp > 1 and self._ordering.ties_last
         return ParameterJudges(scene, self._named, self._tied, ties_last)
-
-    def _struck(self, communicator: Communicator) -> Communicator:
-        """What the stack under test talks through; the judge has its own."""
-        drill = self._spec.drill
-        if drill is None or not is_struck(self._spec, self._at.world_rank, self._node):
-            return communicator
-        return arm(drill, communicator, lambda: (self._clock.position.phase, self._clock.position.step))
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -189,6 +194,8 @@ class RankTrial:
         broken = self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
+        settings = read_settings()
+        self._strike.after_step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
@@ -197,7 +204,7 @@ class RankTrial:
         broken += self._broken_weights()
         replica = self._watch.conclude(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken)
+        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken, settings)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -213,8 +220,12 @@ class RankTrial:
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
+        self._signer.begin_step()
+        self._strike.before_forward()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
-        return self._pipeline.run_step(tokens, targets)
+        loss = self._pipeline.run_step(tokens, targets)
+        self._strike.after_backward()
+        return loss
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._tied is None:
@@ -283,9 +294,18 @@ class RankTrial:
             replay=self._replay(self._spec, step, neighbour, self._end),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
+            answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
+
+    def _answer(self, step: int) -> Answer | None:
+        """The integer answer of every element, where there is one and one rank may take the time to compute it."""
+        spec = self._spec
+        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
+            return None
+        return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -307,6 +327,7 @@ class RankTrial:
         replica: ReplicaRow,
         loss: float | None,
         broken: list[NonfiniteRow],
+        settings: ComputeSettings,
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -328,6 +349,8 @@ class RankTrial:
             nonfinite_elements=sum(row.num_elements for row in broken),
             parameters=parameters,
             nonfinite=tuple(broken),
+            settings=settings,
+            drill_struck=self._strike.has_struck,
         )
 
 
@@ -351,6 +374,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
         bit_tied=ordering.bit_tied,
         misowned=trial_misowned(spec),
         owned=tuple(owned),
+        code=rank_code(spec),
     )
 
 

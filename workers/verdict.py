@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from workers.attribution import Guilt, find_guilt, node_of
 from workers.contract import (
+    DivergenceRow,
     Judgement,
     JudgeName,
     ProbeName,
@@ -34,11 +35,15 @@ from workers.evidence import (
     unjudged_parameters,
     untied_steps,
 )
+from workers.exactness import code_digits
+from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_misowned
 
 VERDICT_RULES_VERSION = 2
 """Rises with every change of what makes a verdict; stored with each validation."""
+MAX_STORIES = 2
+"""Stories of one shard that a reason tells; the row has them all."""
 
 
 def judge(
@@ -154,14 +159,16 @@ def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
         span = f"between elements {row.first_diverged} and {row.last_diverged}, by up to {row.max_abs_error:.3e}"
         total = max(evidence.total("diverged_elements"), evidence.total("unexpected_elements"))
         judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
-        yield "subject_diverged", judge_name, f"{total} elements are wrong, {where}, {span}."
+        message = f"{total} elements are wrong, {where}, {span}{_told(report, row)}"
+        yield "subject_diverged", judge_name, f"{message}."
     exceeded = sum(tied.exceeded_elements for tied in evidence.ties())
     if exceeded:
         message = f"{exceeded} elements differ between the two ends by more than rounding allows"
         yield "ends_differ", JudgeName.REPLICAS, f"{message}."
     far = evidence.total("reference_exceeded_elements")
     if far:
-        message = f"{far} elements are further from the single-process run than rounding allows"
+        report, row = max(evidence.rows(), key=lambda pair: pair[1].reference_exceeded_elements)
+        message = f"{far} elements are further from the single-process run than rounding allows{_told(report, row)}"
         yield "reference_exceeded", JudgeName.EXACT if exact else JudgeName.REFERENCE, f"{message}."
 
 
@@ -211,7 +218,9 @@ def _control_doubts(evidence: Evidence) -> Iterator[Reason]:
         message = f"none of the {predicted} elements predicted wrong was seen wrong; the instrument may be blind"
         yield Reason("control_not_seen", f"{evidence.title}: {message}.")
     elif missed or unexpected:
+        report, row = max(evidence.rows(), key=lambda pair: (pair[1].unexpected_elements, pair[1].missed_elements))
         message = f"of {predicted} elements predicted wrong {missed} were not, and {unexpected} others were"
+        message += _told(report, row)
         yield Reason("control_mismatch", f"{evidence.title}: {message}; the instrument and its prediction disagree.")
 
 
@@ -258,7 +267,14 @@ def _clean(gathered: Sequence[Evidence]) -> Reason:
     predicted = sum(evidence.total("predicted_elements") for evidence in controls)
     right = f"{', '.join(evidence.title for evidence in subjects)} right in all {compared} elements compared"
     seen = f"{', '.join(evidence.title for evidence in controls)} wrong in exactly the {predicted} predicted"
-    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}.")
+    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}{_unsigned(gathered)}.")
+
+
+def _unsigned(gathered: Sequence[Evidence]) -> str:
+    """What a request's size took from the exact probe: its answer is as certain, but names are told by size alone."""
+    if any(evidence.spec.probe is ProbeName.EXACT and not code_digits(evidence.spec) for evidence in gathered):
+        return "; exact ran without the rank code, for which sums of this size leave no room in float32"
+    return ""
 
 
 def _coverage(spec: TrialSpec) -> str:
@@ -266,6 +282,13 @@ def _coverage(spec: TrialSpec) -> str:
     mesh = spec.mesh
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
     return named + (f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else "")
+
+
+def _told(report: StepReport, row: DivergenceRow) -> str:
+    """What the row's wrong elements consist of, as the end of a sentence."""
+    told = [sentence(deviation, row.end, report.world_rank) for deviation in row.deviations[:MAX_STORIES]]
+    more = f"; {len(row.deviations) - MAX_STORIES} more stories there" if len(row.deviations) > MAX_STORIES else ""
+    return "".join(f": {story}" if i == 0 else f"; {story}" for i, story in enumerate(told)) + more
 
 
 def _missing(evidence: Evidence) -> str:

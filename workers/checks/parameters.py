@@ -93,6 +93,7 @@ class ParameterJudge:
             sharded=True,
             bit_tied=False,
             misowned=(),
+            code=None,
             owned=gather_owned(self._owned(), scene.members, scene.communicator, judged[0].parameter.device),
         )
 
@@ -112,7 +113,7 @@ class ParameterJudge:
         """
         assert self._local_N is not None, "remember() was not called in this step"
         synced_N = self._gradients(None) if synced_N is None else synced_N
-        holding = Holding(local_P=self._local_N, replay=replay, synced_P=synced_N, weight_P=synced_N)
+        holding = Holding(local_P=self._local_N, replay=replay, synced_P=synced_N, weight_P=synced_N, answer=None)
         judgement = judge_end(self._expectation, holding, self._scene.world_rank, self._scene.communicator)
         return self._row(phase, judgement)
 
@@ -130,9 +131,10 @@ class ParameterJudge:
             max_error_over_bound=row.max_error_over_bound,
             reference_max_abs_error=row.reference_max_abs_error,
             reference_exceeded_elements=row.reference_exceeded_elements,
-            deviating_ranks=row.deviating_ranks,
-            first_deviating=self._element(row.first_deviating),
-            last_deviating=self._element(row.last_deviating),
+            deviations=row.deviations,
+            deviating_ranks=tuple(sorted(judgement.astray.world_ranks)),
+            first_deviating=self._element(judgement.astray.span.first),
+            last_deviating=self._element(judgement.astray.span.last),
         )
 
     def _gradients(self, out_N: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workers.contract import Dtype, ProbeName, TrialSpec
+from workers.faults import data_rank
 from workers.models import exact, gpt
 from workers.parameters import first_layer, stage_layer_counts
 
@@ -67,7 +68,7 @@ def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device)
     """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each."""
     draw = exact.draw_tokens if spec.probe is ProbeName.EXACT else gpt.draw_tokens
     num_sequences = spec.batch.num_microbatches * spec.batch.micro_batch_size
-    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, dp_rank)
+    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, data_rank(spec, dp_rank))
     return tokens_BS.to(device), targets_BS.to(device)
 
 

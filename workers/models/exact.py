@@ -9,7 +9,8 @@ column has one sign, carried by the embedding, A and B, so that u and relu(u) ar
 a tied gradient ever have opposite signs: nothing cancels, and the size of a sum is the sum of the sizes. lo never
 changes and the gradient of hi never changes, so growth is linear in depth. The loss is linear in the logits.
 
-Must stay in float32 and within 2^24; `workers.reference` holds the integer answer and the assertion.
+Must stay in float32 and within 2^24; `workers.exactness` bounds its sums, `workers.reference` holds the integer answer
+and the assertion.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from torch import nn
 from workers.contract import ModelSpec
 from workers.errors import SpecError
 from workers.models import draws
-
-EXACT_LIMIT = 1 << 24
-"""Float32 holds every integer up to here, so sums below it are exact in any order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from workers.contract import Phase, RankPhase
 from workers.orderings import ORDERINGS, RANK_PHASES
-from workers.strikes.strike import StackStrike, Strike, Victim, flip_bit, largest
+from workers.strikes.strike import StackStrike, Victim, flip_bit, largest
 
 
 class AccumulationStrike(StackStrike):
@@ -129,17 +128,3 @@ class NonfiniteBefore(StackStrike):
         if self._upcoming[:1] == [self._phase] and parameter is not None:
             self.stack.grad(parameter)[0] = self._value
             self.has_struck = True
-
-
-class BitInWeight(StackStrike):
-    """One bit of a weight is flipped once the weights are whole, in the largest element of a parameter."""
-
-    def weights_whole(self) -> None:
-        """See `StackStrike`."""
-        weight_P = self.choose_parameter().detach().flatten()
-        flip_bit(weight_P, largest(weight_P))
-        self.has_struck = True
-
-
-class OtherInitialWeights(Strike):
-    """The rank starts from the weights of another seed, in its first step."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.communicator import Communicator
+from workers.communicator import Communicator, ProcessGroups
 from workers.contract import Coordinates, Phase, RankPhase, TrialSpec
 from workers.grad_sync import Observer
 from workers.intervals import Intervals, count
@@ -27,6 +27,8 @@ class Victim:
     at: Coordinates
     where: Callable[[], tuple[RankPhase, int | None]]
     """Tells the rank's phase and step."""
+    links: ProcessGroups
+    """To the other ranks, for faults in which several take part."""
 
 
 class Strike:
@@ -186,7 +188,7 @@ class StruckStack:
 
 
 def flip_bit(values_n: Tensor, at: int, bit: int = TOP_MANTISSA_BIT) -> None:
-    """Flip one bit of one element of a flat tensor, in place; bits count as in float32, whose upper half is bfloat16."""
+    """Flip one bit of one element of a flat tensor, in place; bits count as in float32, of which bfloat16 is a half."""
     if values_n.dtype == torch.bfloat16:
         values_n[at : at + 1].view(torch.int16).bitwise_xor_(1 << (bit - 16))
     else:

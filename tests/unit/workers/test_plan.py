@@ -19,9 +19,10 @@ from workers.contract import (
     ProbeName,
     Schedule,
 )
+from workers.exactness import EXACT_LIMIT
 from workers.experiment import ExperimentSpec, trials
 from workers.faults import FaultName
-from workers.plan import DEFAULT_LIMITS, EXACT_LIMIT, FieldPath, Limits, exact_bound, violations
+from workers.plan import DEFAULT_LIMITS, FieldPath, Limits, exact_bound, violations
 from workers.reference import exact_tied_gradients
 
 GPT = (ProbeName.GPT,)
