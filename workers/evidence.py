@@ -157,8 +157,15 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
     first: dict[tuple[int, int, int, int], StepReport] = {}
     for report in evidence.reports:
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
-        if other.replica != report.replica:
+        if not _same_weights(other, report):
             yield other, report
+
+
+def _same_weights(one: StepReport, other: StepReport) -> bool:
+    return (one.replica.initial_weights_digest, one.replica.weights_digest) == (
+        other.replica.initial_weights_digest,
+        other.replica.weights_digest,
+    )
 
 
 def astray_ranks(row: DivergenceRow) -> set[int]:

@@ -178,8 +178,10 @@ FAULTS: Mapping[FaultName, Fault] = MappingProxyType({fault.name: fault for faul
 def is_struck(spec: TrialSpec, world_rank: int, node: str) -> bool:
     """Whether the trial's drill strikes on this rank: it is bound to it or to its node, and the draw says so."""
     drill = spec.drill
-    if drill is None or drill.fault == FaultName.IDENTICAL_DATA:
+    if drill is None:
         return False
+    if drill.fault == FaultName.IDENTICAL_DATA:
+        return True
     if drill.fault == FaultName.TIE_OVER_WRONG_GROUP:
         # Both partners of a tie must agree to meet others.
         return draw(spec, drill, drill.world_rank or 0) < drill.probability

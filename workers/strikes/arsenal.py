@@ -30,7 +30,7 @@ from workers.strikes.gradients import (
 )
 from workers.strikes.process import MOMENTS, Breakdown
 from workers.strikes.strike import Strike, Victim
-from workers.strikes.weights import BitInWeight, OtherInitialWeights, OtherThreadCount, Tf32
+from workers.strikes.weights import BitInWeight, IdenticalData, OtherInitialWeights, OtherThreadCount, Tf32
 
 Make = Callable[[Victim, int], Strike]
 
@@ -84,8 +84,9 @@ STRIKES: Mapping[FaultName, Make] = MappingProxyType(
         FaultName.INF_BEFORE_DP_SYNC: _nonfinite(math.inf, RankPhase.DP_SYNC),
         FaultName.INF_BEFORE_TIE: _nonfinite(math.inf, RankPhase.TIE),
         FaultName.INF_BEFORE_GATHER: _nonfinite(math.inf, RankPhase.OPTIMIZER),
+        FaultName.IDENTICAL_DATA: IdenticalData,
         FaultName.OTHER_THREAD_COUNT: OtherThreadCount,
         FaultName.TF32: Tf32,
     }
 )
-"""Every fault that strikes on a rank; identical data is a matter of the data (`workers.faults.data_rank`)."""
+"""The strike of every fault."""

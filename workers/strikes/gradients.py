@@ -113,10 +113,11 @@ class NonfiniteBefore(StackStrike):
         self._value = value
         self._phase = phase
 
-    def before_sync(self) -> None:
-        """See `StackStrike`."""
+    def after_backward(self) -> None:
+        """See `Strike`."""
         self._upcoming = [RANK_PHASES[phase] for phase in ORDERINGS[self.victim.spec.ordering].phases]
-        self._strike()
+        if self.is_due:
+            self._strike()
 
     def after_phase(self, phase: Phase) -> None:
         """See `StackStrike`."""
