@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from workers.communicator import ProcessGroups, VirtualRanks
+from workers.communicator import Finished, Pending, ProcessGroups, VirtualRanks
 from workers.mesh import Members
 
 T = TypeVar("T")
@@ -76,11 +76,22 @@ class LockstepRank:
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         self._meet(members, buckets, self._virtual.reduce_scatter)
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        self.reduce_scatter(members, buckets)
+        return Finished()
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         self._meet(members, tensors, self._virtual.all_reduce)
 
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        self.all_reduce(members, tensors)
+        return Finished()
+
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         self._meet(members, buckets, self._virtual.all_gather)
+
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        self._meet(members, tensors, lambda group, table: self._virtual.broadcast(group, source, table))
 
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         table = self._world.meet(members, self._world_rank, [send.clone() for send in sends], lambda _: None)

@@ -22,7 +22,7 @@ from workers.contract import (
     StepReport,
 )
 from workers.evidence import Evidence, astray_ranks
-from workers.orderings import ORDERINGS, RANK_PHASES
+from workers.orderings import RANK_PHASES, ordering_of
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 
@@ -76,7 +76,7 @@ def odd_ones_out(values: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def _nonfinite(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
-    order = [RANK_PHASES[phase] for phase in ORDERINGS[evidence.spec.ordering].phases] + [RankPhase.OPTIMIZER]
+    order = [RANK_PHASES[phase] for phase in ordering_of(evidence.spec).phases] + [RankPhase.OPTIMIZER]
     rows = [(report.world_rank, row) for report in reports for row in report.nonfinite]
     if not rows:
         return None
@@ -106,10 +106,10 @@ def _deviating(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
 
 
 def _wrong_after_dp_sync(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
-    rows = [(report.world_rank, row) for report in reports for row in report.parameters if row.diverged_elements]
+    rows = [(report.world_rank, row) for report in reports for row in report.parameters if row.unexpected_elements]
     if not rows:
         return None
-    spans = [(row.first_diverged, row.last_diverged) for _, row in rows]
+    spans = [(row.first_unexpected, row.last_unexpected) for _, row in rows]
     suspects = _sorted(world_rank for world_rank, _ in rows)
     if len(suspects) > 1:
         # Several owners are wrong in the same way where what one rank sent them was.
@@ -140,7 +140,7 @@ def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guil
 
 def _phase_of_tied_fault(evidence: Evidence, reports: Sequence[StepReport]) -> RankPhase:
     """Where the tie is first, both ends of a pipeline hold the same bits after it, unless the fault was there."""
-    if ORDERINGS[evidence.spec.ordering].ties_last:
+    if ordering_of(evidence.spec).ties_after_sync:
         return RankPhase.TIE
     digests: dict[tuple[int, int], set[str]] = defaultdict(set)
     for report in reports:

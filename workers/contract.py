@@ -24,6 +24,7 @@ class OrderingName(StrEnum):
     OWN_BUCKET = "own_bucket"
     OWN_BUCKET_UNALIGNED = "own_bucket_unaligned"
     ALL_REDUCE = "all_reduce"
+    MEAN_OF_MEANS = "mean_of_means"
 
 
 class ProbeName(StrEnum):
@@ -55,6 +56,13 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
 
 
+class Normalization(StrEnum):
+    """What gradients are divided by: microbatches and replicas (means of means), or all valid tokens of the step."""
+
+    MICROBATCHES = "microbatches"
+    NUM_TOKENS = "num_tokens"
+
+
 class Launcher(StrEnum):
     """Who starts the ranks: our warm pool of Ray actors, or Ray Train's TorchTrainer."""
 
@@ -75,6 +83,7 @@ class Phase(StrEnum):
     LOCAL = "local"
     SCATTERED = "scattered"
     TIED = "tied"
+    NORMALIZED = "normalized"
     FINAL = "final"
 
 
@@ -86,6 +95,7 @@ class RankPhase(StrEnum):
     FORWARD_BACKWARD = "forward_backward"
     DP_SYNC = "dp_sync"
     TIE = "tie"
+    NORMALIZE = "normalize"
     STATISTICS = "statistics"
     JUDGEMENT = "judgement"
     OPTIMIZER = "optimizer"
@@ -205,6 +215,13 @@ class TrialSpec:
     model: ModelSpec
     batch: BatchSpec
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    overlap: bool = False
+    """Whether each bucket's sync over dp starts in the midst of backward."""
+    bucket_size: int | None = None
+    """Elements at which a bucket closes, with overlap, on the first stage; None takes Megatron's default."""
+    average_in_collective: bool = False
+    """Whether the collective over dp averages, instead of every bucket being scaled before its sum."""
+    normalization: Normalization = Normalization.MICROBATCHES
     dtype: Dtype = Dtype.FLOAT32
     device: Device = Device.CPU
     steps: int = 2
@@ -342,12 +359,16 @@ class ParametersRow:
     total_elements: int
     """Of these parameters, owned by this rank or not."""
     owned_elements: int
-    diverged_elements: int
+    unexpected_elements: int
+    """Further from what the ordering is predicted to leave (nearly always the true sum) than rounding allows."""
     nonfinite_elements: int
-    first_diverged: ParameterElement | None
-    last_diverged: ParameterElement | None
+    first_unexpected: ParameterElement | None
+    last_unexpected: ParameterElement | None
     max_abs_error: float
+    """From what is predicted."""
     max_error_over_bound: float
+    min_detectable_share: float
+    """The judge's power, as in `DivergenceRow`."""
     reference_max_abs_error: float | None
     """None where there was no replay."""
     reference_exceeded_elements: int

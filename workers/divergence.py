@@ -12,6 +12,7 @@ the order of `workers.mesh.ends_members`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
 from workers.contract import DivergenceRow, End, ProbeName, TiedRow
+from workers.contributions import Mixture
 from workers.deviation import Attribution
 from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
 from workers.explanation import Wrong
@@ -64,12 +66,34 @@ class Astray:
 
 
 @dataclass(frozen=True, slots=True)
+class Surprise:
+    """How far values are from what the ordering is predicted to leave, right or wrong."""
+
+    span: Span
+    """Of the elements that are too far."""
+    max_abs: float
+    max_over_bound: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndJudgement:
     """One holder's rows for one step; `tied` only on holders of `wte`."""
 
     divergence: DivergenceRow
     tied: TiedRow | None
     astray: Astray
+    surprise: Surprise
+
+
+@dataclass(frozen=True, slots=True)
+class _ClosedForm:
+    """What an ordering is predicted to yield for one piece, float64 [n]: truth - missing, within bound."""
+
+    truth: Tensor
+    missing: Tensor
+    deviates: Tensor
+    """Where something else than the truth is predicted; bool."""
+    bound: Tensor
 
 
 def judge_end(expectation: Expectation, holding: Holding, world_rank: int, communicator: ProcessGroups) -> EndJudgement:
@@ -78,11 +102,19 @@ def judge_end(expectation: Expectation, holding: Holding, world_rank: int, commu
     Bound of the sync judge: Jeannerod and Rump, "Improved error bounds for inner products in floating-point
     arithmetic" (2013): |computed - exact| <= (n-1) u sum|t| for any order of summation.
     """
-    owner = _Owner(expectation, world_rank)
     exchange = Exchange(expectation, world_rank, holding, communicator)
-    for round_index in range(exchange.num_rounds):
-        owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned), holding.answer)
+    rounds = (exchange.round(round_index) for round_index in range(exchange.num_rounds))
+    return judge_pieces(expectation, world_rank, rounds, holding.synced_P, holding.answer)
+
+
+def judge_pieces(
+    expectation: Expectation, world_rank: int, pieces: Iterable[Piece], synced_P: Tensor, answer: Answer | None
+) -> EndJudgement:
+    """Judge what a holder owns, given the pieces of it in order, however they came together. Local."""
+    owner = _Owner(expectation, world_rank)
+    for piece in pieces:
+        owner.add(piece)
+    return owner.conclude(select(synced_P, owner.owned), answer)
 
 
 class _Owner:
@@ -94,13 +126,13 @@ class _Owner:
         self._exact = expectation.probe is ProbeName.EXACT
         end_index, self._dp_rank = divmod(index, expectation.mesh.dp)
         self._end = end_of(expectation.mesh, 0 if end_index == 0 else expectation.mesh.pp - 1) or End.WTE
-        dp, num_ends = expectation.mesh.dp, len(expectation.members) // expectation.mesh.dp
-        self._other_end = slice((1 - end_index) * dp, (2 - end_index) * dp) if num_ends == 2 else None
+        tied_sync = expectation.tied_sync
+        self._mixtures = tied_sync.mixtures(end_index, self._dp_rank) if tied_sync else ()
         self.owned = expectation.owned[index]
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
         self._sums = dict.fromkeys(_SUMS, 0.0)
-        self._diverged_span = Span()
+        self._diverged_span, self._surprise_span = Span(), Span()
         self._astray = Astray()
         self._replayed = False
         self._tied = False
@@ -116,57 +148,64 @@ class _Owner:
         replayed = None if piece.replay_Cn is None else piece.replay_Cn.double() * factor
         # The exact probe's truth is the integer answer, not what the ranks say they computed.
         judged = replayed if self._exact and replayed is not None else terms
-        truth, missing = self._truth(judged, piece.intervals)
-        bound = self._bound(terms)
-        error = (synced - truth).abs()
-        self._judge_sync(piece, synced, truth, missing, bound, error, terms)
+        bound = self._bound(terms.abs().sum(dim=0), len(terms))
+        closed = self._closed_form(piece, judged, bound)
+        self._judge_sync(piece, synced, closed, bound, terms)
         if replayed is not None and piece.floor_C is not None:
-            self._judge_reference(piece, synced, terms, replayed, piece.floor_C.double() * factor, bound)
+            floor_C = piece.floor_C.double() * factor
+            self._judge_reference(piece, synced, terms, replayed, floor_C, self._closed_form(piece, replayed, bound))
         if piece.other_end_n is not None:
             self._compare_ends(piece, bound)
 
-    def _truth(self, terms_Cn: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
-        """The true sum, and the part of it that this ordering is predicted to leave out at this owner (0 elsewhere)."""
+    def _closed_form(self, piece: Piece, terms_Cn: Tensor, bound: Tensor) -> _ClosedForm:
+        """What this ordering is predicted to leave at this owner; `terms_Cn` are scaled, `bound` is the true sum's."""
         truth = terms_Cn.sum(dim=0)
-        missing = torch.zeros_like(truth)
-        if self._other_end is not None:
-            others = terms_Cn[self._other_end]
-            lacking = others.sum(dim=0) - others[self._dp_rank]
-            for local in positions(intervals, intersect(self._expectation.misowned, intervals)):
-                missing[local.start : local.stop] = lacking[local.start : local.stop]
-        return truth, missing
+        closed = _ClosedForm(truth, torch.zeros_like(truth), torch.zeros_like(truth, dtype=torch.bool), bound.clone())
+        for mixture in self._mixtures:
+            for local in positions(piece.intervals, intersect(mixture.elements, piece.intervals)):
+                here = slice(local.start, local.stop)
+                late_Cn = None if piece.late_Cn is None else piece.late_Cn[:, here].double()
+                missing, magnitude = self._missing(mixture, terms_Cn[:, here], late_Cn)
+                closed.missing[here] = missing
+                closed.deviates[here] = True
+                num_terms = len(terms_Cn) + mixture.extra_roundings
+                closed.bound[here] = bound[here].maximum(self._bound(magnitude, num_terms))
+        return closed
 
-    def _bound(self, terms_Cn: Tensor) -> Tensor:
-        magnitude = terms_Cn.abs().sum(dim=0)
+    def _missing(self, mixture: Mixture, terms_Cn: Tensor, late_Cn: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the true sum has and the owner's value lacks, and the sizes of the terms of that value."""
+        whole_C = terms_Cn.new_tensor(mixture.whole) / self._expectation.prescale.factor
+        missing, magnitude = (1 - whole_C) @ terms_Cn, whole_C.abs() @ terms_Cn.abs()
+        if late_Cn is not None:
+            late_C = terms_Cn.new_tensor(mixture.late)
+            missing, magnitude = missing - late_C @ late_Cn, magnitude + late_C.abs() @ late_Cn.abs()
+        return missing, magnitude
+
+    def _bound(self, magnitude_n: Tensor, num_terms: int) -> Tensor:
         if self._exact:
-            return torch.zeros_like(magnitude)
-        return rounding_bound(magnitude, len(terms_Cn), self._expectation.prescale)
+            return torch.zeros_like(magnitude_n)
+        return rounding_bound(magnitude_n, num_terms, self._expectation.prescale)
 
-    def _judge_sync(
-        self,
-        piece: Piece,
-        synced: Tensor,
-        truth: Tensor,
-        missing: Tensor,
-        bound: Tensor,
-        error: Tensor,
-        terms: Tensor,
-    ) -> None:
+    def _judge_sync(self, piece: Piece, synced: Tensor, closed: _ClosedForm, bound: Tensor, terms: Tensor) -> None:
+        truth, deviates = closed.truth, closed.deviates
+        error = (synced - truth).abs()
         self._attribute(piece, synced, terms, bound, ~(error <= bound))
-        misowned = torch.zeros_like(error, dtype=torch.bool)
-        for local in positions(piece.intervals, intersect(self._expectation.misowned, piece.intervals)):
-            misowned[local.start : local.stop] = True
         diverged = ~(error <= bound)
-        as_predicted = (synced - (truth - missing)).abs() <= bound
-        must = misowned & (missing.abs() > 2 * bound)
+        off = (synced - (truth - closed.missing)).abs()
+        as_predicted = off <= closed.bound
+        surprising = diverged & ~deviates | deviates & ~as_predicted
+        must = deviates & (closed.missing.abs() > bound + closed.bound)
         self._count("owned", synced.numel())
         self._count("diverged", diverged)
         self._count("predicted", must)
-        # Exactly as predicted also in value: a misowned element with another value than the closed form is a surprise.
+        # Exactly as predicted also in value: such an element with another value than the closed form is a surprise.
         self._count("missed", must & ~(diverged & as_predicted) if self._exact else must & ~diverged)
-        self._count("unexpected", diverged & ~misowned | misowned & ~as_predicted)
+        self._count("unexpected", surprising)
         self._count("nonfinite", ~torch.isfinite(synced))
         self._diverged_span.include(piece.intervals, diverged)
+        self._surprise_span.include(piece.intervals, surprising)
+        self._peak("off", off)
+        self._peak("off_over_bound", _ratio(off, closed.bound))
         self._peak("error", error)
         self._peak("error_over_bound", _ratio(error, bound))
         self._peak("bound", bound)
@@ -185,12 +224,17 @@ class _Owner:
             self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
 
     def _judge_reference(
-        self, piece: Piece, synced: Tensor, terms: Tensor, replayed: Tensor, floor_C: Tensor, bound: Tensor
+        self,
+        piece: Piece,
+        synced: Tensor,
+        terms: Tensor,
+        replayed: Tensor,
+        floor_C: Tensor,
+        closed: _ClosedForm,
     ) -> None:
         """Against one process's answer: the sum within rounding and floor, each contributor's part within its floor."""
-        truth, missing = self._truth(replayed, piece.intervals)
-        allowed = self._bound(replayed).maximum(bound) + 2 * floor_C.sum()
-        exceeded = ~((synced - (truth - missing)).abs() <= allowed)
+        allowed = self._bound(replayed.abs().sum(dim=0), len(replayed)).maximum(closed.bound) + 2 * floor_C.sum()
+        exceeded = ~((synced - (closed.truth - closed.missing)).abs() <= allowed)
         astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
         if astray_Cn.any():
             self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
@@ -198,7 +242,7 @@ class _Owner:
         exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
-        self._peak("reference_error", (synced - truth).abs())
+        self._peak("reference_error", (synced - closed.truth).abs())
 
     def _compare_ends(self, piece: Piece, bound: Tensor) -> None:
         assert piece.other_end_n is not None
@@ -239,7 +283,8 @@ class _Owner:
             digest=digest([synced_owned]),
             deviations=self._attribution.conclude(answer),
         )
-        return EndJudgement(divergence, self._tied_row() if self._tied else None, self._astray)
+        surprise = Surprise(self._surprise_span, peaks["off"], peaks["off_over_bound"])
+        return EndJudgement(divergence, self._tied_row() if self._tied else None, self._astray, surprise)
 
     def _tied_row(self) -> TiedRow:
         return TiedRow(
@@ -277,7 +322,7 @@ _COUNTS = (
     "tied_exceeded",
     "weights",
 )
-_PEAKS = ("error", "error_over_bound", "bound", "term", "reference_error", "tied", "weights")
+_PEAKS = ("error", "error_over_bound", "off", "off_over_bound", "bound", "term", "reference_error", "tied", "weights")
 _SUMS = ("value", "value_squared", "truth_squared", "value_truth", "error_squared")
 
 

@@ -24,9 +24,9 @@ from workers.contract import (
     TrialSummary,
 )
 from workers.intervals import count
-from workers.orderings import ORDERINGS
+from workers.orderings import ordering_of
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, stage_parameters
-from workers.prediction import trial_misowned
+from workers.prediction import trial_exposed
 
 Place = tuple[int, int, int]
 """(trial_index, step, world_rank): where each report belongs, once."""
@@ -63,7 +63,7 @@ class Evidence:
     @property
     def role(self) -> Role:
         """Control or subject."""
-        return ORDERINGS[self.spec.ordering].role
+        return ordering_of(self.spec).role
 
     @property
     def num_reports_due(self) -> int:
@@ -78,7 +78,7 @@ class Evidence:
     @property
     def misowned_elements(self) -> int:
         """Elements that the layouts predict wrong in one step, both ends together."""
-        return 2 * count(trial_misowned(self.spec))
+        return 2 * count(trial_exposed(self.spec))
 
     def rows(self) -> Iterator[tuple[StepReport, DivergenceRow]]:
         """Every divergence row with the report that it came in."""
@@ -234,7 +234,7 @@ def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
         ]
         inner = sum(shape.numel for shape in shapes if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER))
         yield (pp_rank, Phase.FINAL), inner
-        if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ORDERINGS[spec.ordering].ties_last:
+        if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ordering_of(spec).ties_after_sync:
             yield (pp_rank, Phase.SCATTERED), tied
 
 

@@ -2,7 +2,8 @@
 
 This is the code under test in every trial, golden vector and virtual mesh: what Megatron-LM's `finalize_model_grads`
 does with a distributed optimizer and tied embeddings (DP sync of every bucket, then the tied weight between
-the first and the last stage), and its reordered variants. It does not judge.
+the first and the last stage, then the division by the step's valid tokens), and its reordered variants. It does not
+judge.
 """
 
 from __future__ import annotations
@@ -10,25 +11,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from workers.communicator import Communicator
-from workers.contract import Mesh, Phase, ProbeName
+from workers.communicator import Communicator, Pending, part
+from workers.contract import Mesh, Normalization, Phase, ProbeName, TrialSpec
+from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
-from workers.mesh import Members, dp_members, tie_members
-from workers.orderings import Ordering, SyncPhase
+from workers.mesh import Members, dp_members, pp_members, tie_members
+from workers.orderings import Ordering, SyncPhase, ordering_of
+from workers.padding import valid_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Prescale:
-    """The factor 1/divisor put on every bucket before its sum; `kind` decides how it is rounded."""
+    """The factor 1/divisor put on every bucket before its sum; `kind` decides how it is rounded.
+
+    With `in_collective` the collective averages: nothing is scaled before, and only what was summed is divided, so that
+    what a rank does not own keeps the whole of its local value. Source: Megatron-LM's `average_in_collective`.
+    """
 
     kind: PrescaleKind
     divisor: int
+    in_collective: bool = False
 
     def apply(self, bucket_N: Tensor) -> None:
-        """Scale in place."""
+        """Scale a bucket before its sum, in place."""
+        if not self.in_collective:
+            self._scale(bucket_N)
+
+    def settle(self, summed_n: Tensor) -> None:
+        """Scale what was summed, in place. gloo has no average, so that this is the collective's second half."""
+        if self.in_collective:
+            self._scale(summed_n)
+
+    def _scale(self, bucket_N: Tensor) -> None:
         if self.kind is PrescaleKind.DIVIDE:
             bucket_N.div_(self.divisor)
         else:
@@ -36,14 +54,62 @@ class Prescale:
 
     @property
     def factor(self) -> float:
-        """1/divisor in double precision."""
+        """What a contribution to a sum is multiplied by, 1/divisor in double precision."""
         return 1.0 / self.divisor
 
+    @property
+    def local_factor(self) -> float:
+        """What a rank's own contribution is multiplied by where nothing is summed."""
+        return 1.0 if self.in_collective else self.factor
 
-def prescale_for(ordering: Ordering, probe: ProbeName, dp: int) -> Prescale:
+
+def prescale_for(ordering: Ordering, probe: ProbeName, dp: int, in_collective: bool = False) -> Prescale:
     """Gpt averages over dp; exact divides by the next power of two, so that no bit is lost."""
     divisor = dp if probe is ProbeName.GPT else 1 << (dp - 1).bit_length()
-    return Prescale(ordering.rule.prescale, divisor)
+    return Prescale(ordering.rule.prescale, divisor, in_collective)
+
+
+def prescale_of(spec: TrialSpec) -> Prescale:
+    """What a trial does to every bucket before its sum: nothing where the sum is divided by its valid tokens."""
+    ordering = ordering_of(spec)
+    if SyncPhase.NUM_TOKENS_SCALE in ordering.phases:
+        return Prescale(ordering.rule.prescale, 1)
+    return prescale_for(ordering, spec.probe, spec.mesh.dp, spec.average_in_collective)
+
+
+def scale_of(spec: TrialSpec) -> Prescale:
+    """What the true sum of all local gradients is divided by in a trial, whatever its ordering makes of it."""
+    if spec.normalization is Normalization.MICROBATCHES:
+        return prescale_of(spec)
+    return Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, token_divisor(spec.probe, sum(valid_tokens(spec))))
+
+
+def token_divisor(probe: ProbeName, num_tokens: int) -> int:
+    """What gradients are divided by for a number of valid tokens: at least 1; exact takes the next power of two."""
+    clamped = max(1, num_tokens)
+    return clamped if probe is ProbeName.GPT else 1 << (clamped - 1).bit_length()
+
+
+def mean_factors(spec: TrialSpec) -> tuple[float, ...]:
+    """By dp_rank: what a trial multiplies its contributions by where each replica divides by its own valid tokens."""
+    factor = prescale_of(spec).factor
+    return tuple(factor / token_divisor(spec.probe, num_tokens) for num_tokens in valid_tokens(spec))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Valid tokens of the step, int64 [1] by hosted world rank: right on the last stage, any value elsewhere."""
+
+    probe: ProbeName
+    counts: Mapping[int, Tensor]
+
+
+def counted_tokens(spec: TrialSpec) -> TokenCounts:
+    """What every rank of a trial counts in a step, for meshes that live in one process."""
+    mesh, tokens = spec.mesh, valid_tokens(spec)
+    at = [mesh.coordinates(world_rank) for world_rank in range(mesh.world_size)]
+    counts = [tokens[rank.dp_rank] if rank.pp_rank == mesh.pp - 1 else 0 for rank in at]
+    return TokenCounts(spec.probe, {world_rank: torch.tensor([count]) for world_rank, count in enumerate(counts)})
 
 
 RankBuffers = Mapping[int, Sequence[GradBuffer]]
@@ -60,32 +126,72 @@ def sync_gradients(
     communicator: Communicator,
     prescale: Prescale,
     observe: Observer,
+    finish_started: Callable[[], None] | None = None,
+    tokens: TokenCounts | None = None,
 ) -> None:
     """Run an ordering's phases over the hosted ranks' buffers, in place. Collective over the whole mesh.
 
+    With overlap every bucket's dp sync was started during backward (`workers.overlap`): `finish_started` waits for
+    them, and stands where that phase stands. `tokens` are needed where a phase divides by them.
     Source: the phase orders are those of the catalogue (`workers.orderings`), each with its own source.
     """
     for phase in ordering.phases:
         if phase is SyncPhase.TIE_ALL_REDUCE:
             all_reduce_tied(mesh, buffers, communicator)
             observe(Phase.TIED)
+        elif phase in (SyncPhase.NUM_TOKENS_SCALE, SyncPhase.OWN_TOKENS_SCALE):
+            scale_by_tokens(phase, mesh, buffers, communicator, tokens)
+            observe(Phase.NORMALIZED)
         else:
-            sync_dp(phase, mesh, buffers, communicator, prescale)
+            if finish_started is not None:
+                finish_started()
+            else:
+                sync_dp(phase, mesh, buffers, communicator, prescale)
             observe(Phase.SCATTERED)
 
 
 def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, prescale: Prescale) -> None:
     """Scale and sum every bucket of every chunk over its data-parallel replicas, in place."""
-    collective = communicator.reduce_scatter if phase is SyncPhase.DP_REDUCE_SCATTER else communicator.all_reduce
     for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
         hosted = _hosted(members, communicator)
         if not hosted:
             continue
         for chunk, index in _buckets(buffers[hosted[0]]):
             buckets = {world_rank: buffers[world_rank][chunk].bucket(index) for world_rank in hosted}
-            for bucket_N in buckets.values():
-                prescale.apply(bucket_N)
-            collective(members, buckets)
+            start_bucket(phase, members, buckets, communicator, prescale).wait()
+
+
+def start_bucket(
+    phase: SyncPhase,
+    members: Members,
+    buckets: Mapping[int, Tensor],
+    communicator: Communicator,
+    prescale: Prescale,
+) -> Pending:
+    """Scale one bucket [N] on the hosted replicas and start its sum, in place. All of `members` must start it."""
+    for bucket_N in buckets.values():
+        prescale.apply(bucket_N)
+    if phase is SyncPhase.DP_REDUCE_SCATTER:
+        started = communicator.start_reduce_scatter(members, buckets)
+        summed = [part(bucket_N, members.index(rank), len(members)) for rank, bucket_N in buckets.items()]
+    else:
+        started, summed = communicator.start_all_reduce(members, buckets), list(buckets.values())
+    return _Settling(started, summed, prescale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settling:
+    """A bucket's sum under way, and what it takes to be the mean."""
+
+    started: Pending
+    summed: list[Tensor]
+    prescale: Prescale
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self.started.wait()
+        for summed_n in self.summed:
+            self.prescale.settle(summed_n)
 
 
 def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator) -> None:
@@ -97,6 +203,29 @@ def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator
         if hosted:
             tied = {world_rank: tied_buffer(buffers[world_rank]).tied_grad() for world_rank in hosted}
             communicator.all_reduce(members, tied)
+
+
+def scale_by_tokens(
+    phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, tokens: TokenCounts | None
+) -> None:
+    """Divide every whole buffer by the valid tokens: of all replicas, or (a catalogued mistake) of its own pipeline.
+
+    The last stage's count is broadcast over its pipeline and, where it is to be everybody's, summed over dp. Source:
+    Megatron-LM, `finalize_model_grads` with `num_tokens`. Raises SpecError where no tokens were counted.
+    """
+    if tokens is None:
+        raise SpecError(f"phase {phase.value} divides by valid tokens, and none were counted; pass `tokens`")
+    for members in (pp_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
+        if hosted := _hosted(members, communicator):
+            communicator.broadcast(members, members[-1], {rank: tokens.counts[rank] for rank in hosted})
+    if phase is SyncPhase.NUM_TOKENS_SCALE:
+        for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
+            if hosted := _hosted(members, communicator):
+                communicator.all_reduce(members, {rank: tokens.counts[rank] for rank in hosted})
+    for world_rank, chunks in buffers.items():
+        divisor = token_divisor(tokens.probe, int(tokens.counts[world_rank]))
+        for buffer in chunks:
+            buffer.main_grad.mul_(1.0 / divisor)
 
 
 def _buckets(chunks: Sequence[GradBuffer]) -> list[tuple[int, int]]:

@@ -113,6 +113,8 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
 
     output_TH, active = _integer_forward(tied_VH[tokens_T].long(), signs_H, couplings)
     upstream_TH = exact.upstream(targets_T).unsqueeze(1)
+    # A target that does not count has no weight, and so may stand for any id.
+    targets_T = targets_T.clamp(min=0)
     input_gradient_TH, largest_inner = _integer_backward(upstream_TH * tied_VH[targets_T], signs_H, couplings, active)
 
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from workers.checks.fingerprint import read_settings
-from workers.checks.finiteness import count_nonfinite, find_nonfinite, only
-from workers.checks.parameters import ParameterJudges, Scene, name_parameters
+from workers.checks.finiteness import find_nonfinite, find_nonfinite_weights
+from workers.checks.named import Named, name_parameters
+from workers.checks.parameters import ParameterJudges, Scene
 from workers.checks.replicas import GatherWatch, digest
 from workers.communicator import ProcessGroups
 from workers.contract import (
@@ -24,6 +25,7 @@ from workers.contract import (
     DivergenceRow,
     End,
     NonfiniteRow,
+    Normalization,
     ParametersRow,
     Phase,
     Position,
@@ -35,19 +37,21 @@ from workers.contract import (
     TraceRow,
     TrialSpec,
 )
+from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.grad_buffer import select
-from workers.grad_sync import prescale_for
+from workers.grad_sync import mean_factors, prescale_of, scale_of
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
+from workers.local_gradients import LocalGradients
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
-from workers.models import build_stage, microbatches, seed_weights
+from workers.models import build_stage, count_valid, microbatches, seed_weights
 from workers.optimizer import optimizer_for
-from workers.orderings import ORDERINGS, RANK_PHASES, Ordering
+from workers.orderings import RANK_PHASES, Ordering, ordering_of
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
-from workers.prediction import stage_layout, trial_misowned
+from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
 from workers.rank_code import rank_code, sign_gradients
 from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
@@ -116,11 +120,11 @@ class RankTrial:
         self._at = coordinates
         self._clock = clock
         self._replay = replay
-        self._ordering = ORDERINGS[spec.ordering]
+        self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
         self._watch = GatherWatch(self._communicator)
-        self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._prescale = prescale_of(spec)
         clock.enter(RankPhase.BUILDING, trial_index)
         where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
         self._strike = arm(Victim(spec, coordinates, where, self._communicator), node)
@@ -141,6 +145,8 @@ class RankTrial:
         self._named = name_parameters(self._modules)
         self._strike.modules_built(self._modules)
         self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
+        # Before the stack's hooks, so that they see a gradient before the stack does.
+        self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
         self._judges = self._build_judges()
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
@@ -162,22 +168,16 @@ class RankTrial:
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
+            probe=spec.probe,
+            num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
-        stack = ReferenceStack(context, self._ordering, layouts, self._prescale)
+        stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
         return self._strike.around_stack(stack, [each.parameter for each in self._named], self._tied)
 
     def _build_judges(self) -> ParameterJudges:
         spec, at = self._spec, self._at
-        scene = Scene(
-            probe=spec.probe,
-            prescale=self._prescale,
-            members=dp_members(spec.mesh, at.pp_rank),
-            world_rank=at.world_rank,
-            stack=self._stack,
-            communicator=self._communicator,
-        )
-        ties_last = spec.mesh.pp > 1 and self._ordering.ties_last
-        return ParameterJudges(scene, self._named, self._tied, ties_last)
+        scene = Scene(spec, at, self._stack, self._local_grad, self._communicator)
+        return ParameterJudges(scene, self._named, self._tied)
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -190,7 +190,7 @@ class RankTrial:
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
         local_P, trace = self._observe_local()
-        self._judges.remember(local_P)
+        self._judges.remember(local_P, None if self._local is None else self._local.last_P)
         broken = self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
@@ -201,7 +201,7 @@ class RankTrial:
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
         self._enter(RankPhase.STATISTICS, step)
-        broken += self._broken_weights()
+        broken += find_nonfinite_weights(self._named, self._stack.owned)
         replica = self._watch.conclude(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken, settings)
@@ -220,35 +220,48 @@ class RankTrial:
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
+        if self._local is not None:
+            self._local.zero()
         self._signer.begin_step()
         self._strike.before_forward()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
+        self._targets = targets
         loss = self._pipeline.run_step(tokens, targets)
         self._strike.after_backward()
         return loss
 
+    def _count_tokens(self) -> Tensor:
+        """Valid tokens of this step, int64 [1]; only the last stage looks at targets."""
+        is_last = self._at.pp_rank == self._spec.mesh.pp - 1
+        return count_valid(self._targets) if is_last else self._targets.new_zeros(1)
+
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._tied is None:
             return None, []
-        grad_P = self._stack.grad(self._tied)
+        grad_P = self._local_grad(self._tied)
         if self._local_P is None:
             self._local_P = torch.empty_like(grad_P)
         self._local_P.copy_(grad_P)
-        return self._local_P, self._trace(Phase.LOCAL)
+        return self._local_P, self._trace(Phase.LOCAL, grad_P)
+
+    def _local_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The sum over this rank's microbatches; with overlap the stack's own is being synchronised already."""
+        return self._stack.grad(parameter) if self._local is None else self._local.grad(parameter)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> list[NonfiniteRow]:
         """Run the sync, observed phase by phase; what was not finite when a phase began."""
         upcoming = [RANK_PHASES[phase] for phase in self._ordering.phases]
-        broken = self._broken_gradients(upcoming[0])
+        broken = find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._local_grad)
 
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
-            trace.extend(self._trace(phase))
+            if self._tied is not None:
+                trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._judges.observe(phase)
             upcoming.pop(0)
             if upcoming:
-                broken.extend(self._broken_gradients(upcoming[0]))
+                broken.extend(find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._stack.grad))
                 self._enter(upcoming[0], step)
 
         self._enter(upcoming[0], step)
@@ -257,27 +270,13 @@ class RankTrial:
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
         return broken
 
-    def _broken_gradients(self, phase: RankPhase) -> list[NonfiniteRow]:
+    def _passing_through(self, phase: RankPhase) -> list[Named]:
         """Only the tied weight goes through a tie."""
-        named = [each for each in self._named if phase is not RankPhase.TIE or each.parameter is self._tied]
-        row = (
-            find_nonfinite(phase, [(each.name, self._stack.grad(each.parameter)) for each in named]) if named else None
-        )
-        return [row] if row else []
+        return [each for each in self._named if phase is not RankPhase.TIE or each.parameter is self._tied]
 
-    def _broken_weights(self) -> list[NonfiniteRow]:
-        """Those that this rank has updated itself; the others' are theirs to tell."""
-        weights = [(each, each.parameter.detach().flatten()) for each in self._named]
-        if count_nonfinite(*(weight_P for _, weight_P in weights)) == 0:
+    def _trace(self, phase: Phase, grad_P: Tensor) -> list[TraceRow]:
+        if self._end is None:
             return []
-        mine = [(each.name, only(weight_P, self._stack.owned(each.parameter))) for each, weight_P in weights]
-        row = find_nonfinite(RankPhase.OPTIMIZER, mine)
-        return [row] if row else []
-
-    def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied is None:
-            return []
-        grad_P = self._stack.grad(self._tied)
         rows = []
         for shard, owned in enumerate(self._shards):
             part_n = select(grad_P, owned)
@@ -294,6 +293,7 @@ class RankTrial:
             replay=self._replay(self._spec, step, neighbour, self._end),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
+            late_P=None if self._local is None else self._local.last_P,
             answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
@@ -369,13 +369,25 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
         probe=spec.probe,
         mesh=mesh,
         members=ends_members(mesh),
-        prescale=prescale_for(ordering, spec.probe, mesh.dp),
+        prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
-        misowned=trial_misowned(spec),
+        tied_sync=_tied_sync(spec),
         owned=tuple(owned),
         code=rank_code(spec),
     )
+
+
+def _tied_sync(spec: TrialSpec) -> TiedSync | MeanOfMeans | None:
+    exposed, prescale = trial_exposed(spec), prescale_of(spec)
+    if not exposed:
+        return None
+    if ordering_of(spec).averages_means:
+        return MeanOfMeans(exposed, mean_factors(spec), num_ends=2 if spec.mesh.pp > 1 else 1)
+    if spec.normalization is Normalization.NUM_TOKENS:
+        factor = scale_of(spec).factor
+        return TiedSync(spec.mesh.dp, factor, factor, trial_misowned(spec), trial_early(spec), afterwards=factor)
+    return TiedSync(spec.mesh.dp, prescale.factor, prescale.local_factor, trial_misowned(spec), trial_early(spec))
 
 
 def moments(values_n: Tensor) -> tuple[float, float]:

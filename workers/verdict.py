@@ -14,6 +14,8 @@ from workers.contract import (
     DivergenceRow,
     Judgement,
     JudgeName,
+    Normalization,
+    OrderingName,
     ProbeName,
     Reason,
     Role,
@@ -38,7 +40,7 @@ from workers.evidence import (
 from workers.exactness import code_digits
 from workers.findings import sentence
 from workers.intervals import count
-from workers.prediction import trial_misowned
+from workers.prediction import trial_exposed
 
 VERDICT_RULES_VERSION = 2
 """Rises with every change of what makes a verdict; stored with each validation."""
@@ -136,12 +138,12 @@ def _parameter_findings(evidence: Evidence) -> Iterator[_Finding]:
         judge_name = JudgeName.EXACT if exact else JudgeName.REFERENCE
         message = f"before any collective, the gradients of world_ranks {deviating} are not those of a single process."
         yield "local_gradient_wrong", judge_name, message
-    wrong = [(report, row) for report in evidence.reports for row in report.parameters if row.diverged_elements]
+    wrong = [(report, row) for report in evidence.reports for row in report.parameters if row.unexpected_elements]
     if wrong:
         judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
         report, row = wrong[0]
-        total = sum(row.diverged_elements for _, row in wrong)
-        name = row.first_diverged.parameter if row.first_diverged else "a parameter"
+        total = sum(row.unexpected_elements for _, row in wrong)
+        name = row.first_unexpected.parameter if row.first_unexpected else "a parameter"
         message = f"{total} elements are not what the replicas' gradients add up to, first {name} {_at(report)}"
         yield "parameter_diverged", judge_name, f"{message}, by up to {row.max_abs_error:.3e}."
     far = sum(row.reference_exceeded_elements for report in evidence.reports for row in report.parameters)
@@ -251,9 +253,11 @@ def _why_not_applicable(evidence: Evidence) -> str:
     spec = evidence.spec
     if spec.mesh.dp == 1:
         return "with dp=1 the one replica owns every element, so no ordering can get one wrong"
+    if spec.ordering is OrderingName.MEAN_OF_MEANS:
+        return "every rank holds as many valid tokens as the others, so the mean of their means is the mean of all"
     if spec.mesh.pp == 1:
         return "with pp=1 one stage holds the only copy of the tied weight, so nothing is tied"
-    if not count(trial_misowned(spec)):
+    if not count(trial_exposed(spec)):
         return "both ends shard the tied weight alike on this mesh and model, so no element is owned differently"
     return "the terms that its elements lack are zero or too small to be told from rounding"
 
@@ -281,7 +285,10 @@ def _coverage(spec: TrialSpec) -> str:
     """Mesh and schedule in words; what is as by default is left out."""
     mesh = spec.mesh
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
-    return named + (f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else "")
+    named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
+    named += ", scatter overlapping backward" if spec.overlap else ""
+    named += ", averaged in the collective" if spec.average_in_collective else ""
+    return named + (", divided by valid tokens" if spec.normalization is Normalization.NUM_TOKENS else "")
 
 
 def _told(report: StepReport, row: DivergenceRow) -> str:

@@ -19,6 +19,7 @@ from workers.contract import (
     Launcher,
     Mesh,
     ModelSpec,
+    Normalization,
     OrderingName,
     ProbeName,
     Schedule,
@@ -133,7 +134,15 @@ class ValidateRequest(Strict):
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """`1f1b` is interleaved where mesh.vpp > 1; `gpipe` runs all forwards before all backwards, and needs vpp 1."""
     overlap: bool = False
+    """Start each bucket's gradient sync in the midst of backward. `fixed` cannot tie in time then and is a control."""
     bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    """Elements at which a bucket closes, with overlap, on the first stage; null takes Megatron-LM's 40,000,000."""
+    average_in_collective: bool = False
+    """Let the collective average, instead of scaling every gradient by 1/dp before its sum: a wrong element then holds
+    its rank's own share undivided."""
+    normalization: Normalization = Normalization.MICROBATCHES
+    """What gradients are divided by: microbatches and replicas, or with `num_tokens` the valid tokens of the whole step
+    (sequences are padded then, by rank). The ordering `mean_of_means` needs `num_tokens`."""
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]
     orderings: list[OrderingName] = [OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET]
     steps: int = Field(default=2, json_schema_extra={"minimum": 1})
@@ -157,6 +166,8 @@ class ValidateRequest(Strict):
             schedule=self.schedule,
             overlap=self.overlap,
             bucket_size=self.bucket_size,
+            average_in_collective=self.average_in_collective,
+            normalization=self.normalization,
             probes=tuple(self.probes),
             orderings=tuple(self.orderings),
             steps=self.steps,

@@ -6,29 +6,46 @@ Asked for before each collective, since afterwards the ranks that received it lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from workers.checks.named import Named
 from workers.contract import NonfiniteRow, ParameterElement, RankPhase
 from workers.intervals import Intervals
 
+GradSource = Callable[[nn.Parameter], Tensor]
 
-def find_nonfinite(phase: RankPhase, held: Iterable[tuple[str, Tensor]]) -> NonfiniteRow | None:
-    """What is not finite in named flat tensors when `phase` begins; None where all is. Waits for the device."""
-    named = list(held)
-    if count_nonfinite(*(values_P for _, values_P in named)) == 0:
-        return None
+
+def find_nonfinite(phase: RankPhase, named: Sequence[Named], grad: GradSource) -> list[NonfiniteRow]:
+    """What gradients are not finite when `phase` begins: one row, or none. Waits for the device."""
+    return _rows(phase, ((each.name, grad(each.parameter)) for each in named))
+
+
+def find_nonfinite_weights(named: Sequence[Named], owned: Callable[[nn.Parameter], Intervals]) -> list[NonfiniteRow]:
+    """The same of weights after the optimizer, of those that this rank updated; the others' are theirs to tell."""
+    weights = [(each, each.parameter.detach().flatten()) for each in named]
+    if count_nonfinite(*(weight_P for _, weight_P in weights)) == 0:
+        return []
+    return _rows(
+        RankPhase.OPTIMIZER, ((each.name, _only(weight_P, owned(each.parameter))) for each, weight_P in weights)
+    )
+
+
+def _rows(phase: RankPhase, held: Iterable[tuple[str, Tensor]]) -> list[NonfiniteRow]:
+    flat = list(held)
+    if not flat or count_nonfinite(*(values_P for _, values_P in flat)) == 0:
+        return []
     found = [
         ParameterElement(name, element)
-        for name, values_P in named
+        for name, values_P in flat
         for element in (~torch.isfinite(values_P)).nonzero().flatten().tolist()
     ]
-    return NonfiniteRow(phase, len(found), found[0], found[-1])
+    return [NonfiniteRow(phase, len(found), found[0], found[-1])] if found else []
 
 
-def only(values_P: Tensor, intervals: Intervals) -> Tensor:
+def _only(values_P: Tensor, intervals: Intervals) -> Tensor:
     """A copy in which every element outside `intervals` is zero."""
     kept_P = torch.zeros_like(values_P)
     for interval in intervals:

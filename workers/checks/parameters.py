@@ -9,61 +9,79 @@ Shape legend: N = elements of the judged parameters, flat, one after another; D 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from workers.checks.named import Named
 from workers.communicator import ProcessGroups
-from workers.contract import DivergenceRow, Mesh, ParameterElement, ParametersRow, Phase, ProbeName
+from workers.contract import Coordinates, Mesh, ParameterElement, ParametersRow, Phase, ProbeName, TrialSpec
+from workers.contributions import EarlyScatter, MeanOfMeans
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Expectation, Holding, Replay
-from workers.grad_sync import Prescale
+from workers.grad_sync import Prescale, mean_factors, prescale_of, scale_of
 from workers.intervals import Interval, Intervals, normalize, shift
-from workers.mesh import Members
+from workers.mesh import Members, dp_members
+from workers.orderings import ordering_of
+from workers.prediction import trial_early, trial_exposed
 from workers.stacks.protocol import Stack
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A parameter of this rank by its name."""
-
-    name: str
-    parameter: nn.Parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Where a rank's parameters are judged; the same for all of them."""
 
-    probe: ProbeName
-    prescale: Prescale
-    members: Members
-    """The replicas of this rank's stages, by dp_rank."""
-    world_rank: int
+    spec: TrialSpec
+    at: Coordinates
     stack: Stack
+    local_grad: Callable[[nn.Parameter], Tensor]
+    """This rank's own sum over its microbatches, asked for before the first collective."""
     communicator: ProcessGroups
     """The judge's own, never the one under test."""
+
+    @property
+    def members(self) -> Members:
+        """The replicas of this rank's stages, by dp_rank."""
+        return dp_members(self.spec.mesh, self.at.pp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What the data-parallel sync is to leave of some parameters."""
+
+    prescale: Prescale
+    """What the true sum is divided by."""
+    otherwise: EarlyScatter | MeanOfMeans | None
+    """Where and how the ordering leaves something else."""
 
 
 class ParameterJudges:
     """All of one rank's parameters, in every step. Building and judging are collective over the dp replicas."""
 
-    def __init__(self, scene: Scene, named: Sequence[Named], tied: nn.Parameter | None, ties_last: bool) -> None:
-        """`ties_last`: the tied weight's data-parallel sync is over when its ends are added, and is judged then."""
+    def __init__(self, scene: Scene, named: Sequence[Named], tied: nn.Parameter | None) -> None:
+        spec = scene.spec
+        # Where the data-parallel sync is over when the ends are added, the tied weight is judged then, too.
+        is_scattered = spec.mesh.pp > 1 and ordering_of(spec).ties_after_sync
         inner = [each for each in named if each.parameter is not tied]
-        scattered = [each for each in named if each.parameter is tied and ties_last]
-        self._inner = ParameterJudge(scene, inner) if inner else None
-        self._scattered = ParameterJudge(scene, scattered) if scattered else None
+        scattered = [each for each in named if each.parameter is tied and is_scattered]
+        self._inner = ParameterJudge(scene, inner, final_sync(spec, _size(inner))) if inner else None
+        self._scattered: ParameterJudge | None = None
+        if scattered:
+            sync = scattered_sync(spec, scene.at.pp_rank, _size(scattered))
+            self._scattered = ParameterJudge(scene, scattered, sync)
         self._scattered_N: Tensor | None = None
 
-    def remember(self, local_P: Tensor | None) -> None:
-        """Keep the local gradients; that of the tied weight is given. Call before the first collective. Local."""
+    def remember(self, local_P: Tensor | None, late_P: Tensor | None) -> None:
+        """Keep the local gradients; that of the tied weight, and of its last microbatch, are given. Local.
+
+        Call before the first collective.
+        """
         if self._inner is not None:
             self._inner.remember()
         if self._scattered is not None:
-            self._scattered.remember(local_P)
+            self._scattered.remember(local_P, late_P)
 
     def observe(self, phase: Phase) -> None:
         """The gradients have just been through `phase`. Local."""
@@ -81,29 +99,23 @@ class ParameterJudges:
 class ParameterJudge:
     """Some parameters of one rank. Building it and judging are collective over the dp replicas."""
 
-    def __init__(self, scene: Scene, judged: Sequence[Named]) -> None:
+    def __init__(self, scene: Scene, judged: Sequence[Named], sync: Sync) -> None:
         self._scene = scene
         self._judged = judged
         self._local_N: Tensor | None = None
-        self._expectation = Expectation(
-            probe=scene.probe,
-            mesh=Mesh(len(scene.members), 1),
-            members=scene.members,
-            prescale=scene.prescale,
-            sharded=True,
-            bit_tied=False,
-            misowned=(),
-            code=None,
-            owned=gather_owned(self._owned(), scene.members, scene.communicator, judged[0].parameter.device),
-        )
+        self._late_N: Tensor | None = None
+        device = judged[0].parameter.device
+        owned = gather_owned(self._owned(), scene.members, scene.communicator, device)
+        self._expectation = stage_expectation(scene.spec.probe, scene.members, sync, owned)
 
-    def remember(self, local_N: Tensor | None = None) -> None:
+    def remember(self, local_N: Tensor | None = None, late_N: Tensor | None = None) -> None:
         """Keep the local gradients, by copy unless they are given; call before the first collective. Local."""
-        self._local_N = self._gradients(self._local_N) if local_N is None else local_N
+        self._local_N = self._gather(self._scene.local_grad, self._local_N) if local_N is None else local_N
+        self._late_N = late_N
 
     def copy(self) -> Tensor:
         """The gradients as they now stand, [N]. Local."""
-        return self._gradients(None)
+        return self._gather(self._scene.stack.grad, None)
 
     def judge(self, phase: Phase, replay: Replay | None, synced_N: Tensor | None = None) -> ParametersRow:
         """What this rank owns, against the true sums. Collective over the dp replicas.
@@ -112,66 +124,93 @@ class ParameterJudge:
         now stand where None; `phase` is what they have been through.
         """
         assert self._local_N is not None, "remember() was not called in this step"
-        synced_N = self._gradients(None) if synced_N is None else synced_N
-        holding = Holding(local_P=self._local_N, replay=replay, synced_P=synced_N, weight_P=synced_N, answer=None)
-        judgement = judge_end(self._expectation, holding, self._scene.world_rank, self._scene.communicator)
-        return self._row(phase, judgement)
+        synced_N = self.copy() if synced_N is None else synced_N
+        holding = Holding(self._local_N, replay, synced_N, weight_P=synced_N, late_P=self._late_N)
+        judgement = judge_end(self._expectation, holding, self._scene.at.world_rank, self._scene.communicator)
+        return parameters_row(phase, [(each.name, each.parameter.numel()) for each in self._judged], judgement)
 
-    def _row(self, phase: Phase, judgement: EndJudgement) -> ParametersRow:
-        row: DivergenceRow = judgement.divergence
-        return ParametersRow(
-            phase=phase,
-            owned_elements=row.owned_elements,
-            total_elements=self._total(),
-            diverged_elements=row.diverged_elements,
-            nonfinite_elements=row.nonfinite_elements,
-            first_diverged=self._element(row.first_diverged),
-            last_diverged=self._element(row.last_diverged),
-            max_abs_error=row.max_abs_error,
-            max_error_over_bound=row.max_error_over_bound,
-            reference_max_abs_error=row.reference_max_abs_error,
-            reference_exceeded_elements=row.reference_exceeded_elements,
-            deviations=row.deviations,
-            deviating_ranks=tuple(sorted(judgement.astray.world_ranks)),
-            first_deviating=self._element(judgement.astray.span.first),
-            last_deviating=self._element(judgement.astray.span.last),
-        )
-
-    def _gradients(self, out_N: Tensor | None) -> Tensor:
-        return torch.cat([self._scene.stack.grad(named.parameter) for named in self._judged], out=out_N)
+    def _gather(self, source: Callable[[nn.Parameter], Tensor], out_N: Tensor | None) -> Tensor:
+        return torch.cat([source(each.parameter) for each in self._judged], out=out_N)
 
     def _owned(self) -> Intervals:
         """This rank's elements in flat coordinates."""
-        return normalize(
-            interval
-            for offset, named in self._offsets()
-            for interval in shift(self._scene.stack.owned(named.parameter), offset)
-        )
-
-    def _element(self, index: int | None) -> ParameterElement | None:
-        if index is None:
-            return None
-        offset, named = max((pair for pair in self._offsets() if pair[0] <= index), key=lambda pair: pair[0])
-        return ParameterElement(named.name, index - offset)
-
-    def _offsets(self) -> Iterable[tuple[int, Named]]:
+        owned: list[Interval] = []
         offset = 0
-        for named in self._judged:
-            yield offset, named
-            offset += named.parameter.numel()
-
-    def _total(self) -> int:
-        return sum(named.parameter.numel() for named in self._judged)
+        for each in self._judged:
+            owned.extend(shift(self._scene.stack.owned(each.parameter), offset))
+            offset += each.parameter.numel()
+        return normalize(owned)
 
 
-def name_parameters(modules: Sequence[nn.Module]) -> list[Named]:
-    """Every parameter of a rank's chunks, as registered; with several chunks the names say which."""
-    prefixes = [""] if len(modules) == 1 else [f"chunk {chunk}: " for chunk in range(len(modules))]
-    return [
-        Named(prefix + name, parameter)
-        for prefix, module in zip(prefixes, modules, strict=True)
-        for name, parameter in module.named_parameters()
-    ]
+def final_sync(spec: TrialSpec, num_elements: int) -> Sync:
+    """What parameters other than the tied weight are when all phases are over: sums over the replicas."""
+    return Sync(scale_of(spec), _means(spec, num_elements))
+
+
+def scattered_sync(spec: TrialSpec, pp_rank: int, num_elements: int) -> Sync:
+    """What the tied weight is when its data-parallel sync is over and nothing is tied yet."""
+    if ordering_of(spec).averages_means:
+        return Sync(scale_of(spec), _means(spec, num_elements))
+    prescale, early = prescale_of(spec), trial_early(spec) if pp_rank == 0 else ()
+    return Sync(prescale, EarlyScatter(spec.mesh.dp, prescale.factor, early) if early else None)
+
+
+def _means(spec: TrialSpec, num_elements: int) -> MeanOfMeans | None:
+    if not (ordering_of(spec).averages_means and trial_exposed(spec)):
+        return None
+    return MeanOfMeans((Interval(0, num_elements),), mean_factors(spec), num_ends=1)
+
+
+def _size(named: Sequence[Named]) -> int:
+    return sum(each.parameter.numel() for each in named)
+
+
+def stage_expectation(probe: ProbeName, members: Members, sync: Sync, owned: tuple[Intervals, ...]) -> Expectation:
+    """What the replicas of one stage are to hold of some parameters, flat one after another. The same on each."""
+    return Expectation(
+        probe=probe,
+        mesh=Mesh(len(members), 1),
+        members=members,
+        prescale=sync.prescale,
+        sharded=True,
+        bit_tied=False,
+        tied_sync=sync.otherwise,
+        owned=owned,
+        code=None,
+    )
+
+
+def parameters_row(phase: Phase, sizes: Sequence[tuple[str, int]], judgement: EndJudgement) -> ParametersRow:
+    """A judgement over parameters of these names and sizes, laid out one after another."""
+    row, surprise, astray = judgement.divergence, judgement.surprise, judgement.astray
+    return ParametersRow(
+        phase=phase,
+        owned_elements=row.owned_elements,
+        total_elements=sum(size for _, size in sizes),
+        unexpected_elements=row.unexpected_elements,
+        nonfinite_elements=row.nonfinite_elements,
+        first_unexpected=_element(sizes, surprise.span.first),
+        last_unexpected=_element(sizes, surprise.span.last),
+        max_abs_error=surprise.max_abs,
+        max_error_over_bound=surprise.max_over_bound,
+        min_detectable_share=row.min_detectable_share,
+        reference_max_abs_error=row.reference_max_abs_error,
+        reference_exceeded_elements=row.reference_exceeded_elements,
+        deviations=row.deviations,
+        deviating_ranks=tuple(sorted(astray.world_ranks)),
+        first_deviating=_element(sizes, astray.span.first),
+        last_deviating=_element(sizes, astray.span.last),
+    )
+
+
+def _element(sizes: Iterable[tuple[str, int]], index: int | None) -> ParameterElement | None:
+    if index is None:
+        return None
+    for name, size in sizes:
+        if index < size:
+            return ParameterElement(name, index)
+        index -= size
+    raise IndexError(f"element {index} lies past the last parameter")
 
 
 def gather_owned(

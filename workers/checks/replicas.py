@@ -7,12 +7,12 @@ no majority, `GatherWatch` remembers what each of them sent, which tells the one
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from workers.communicator import Communicator, part
+from workers.communicator import Communicator, Pending, part
 from workers.contract import ReplicaRow
 from workers.mesh import Members
 
@@ -46,7 +46,7 @@ class GatherWatch:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     @property
-    def hosted(self) -> Members:
+    def hosted(self) -> Sequence[int]:
         """The rank of this process."""
         return self._inner.hosted
 
@@ -54,9 +54,21 @@ class GatherWatch:
         """See `Communicator`."""
         self._inner.reduce_scatter(members, buckets)
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`."""
+        return self._inner.start_reduce_scatter(members, buckets)
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         self._inner.all_reduce(members, tensors)
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`."""
+        return self._inner.start_all_reduce(members, tensors)
+
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        self._inner.broadcast(members, source, tensors)
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""

@@ -10,10 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from workers.contract import Dtype, ProbeName, TrialSpec
+from workers.contract import Dtype, Normalization, ProbeName, TrialSpec
 from workers.faults import data_rank
 from workers.models import exact, gpt
+from workers.padding import valid_length
 from workers.parameters import first_layer, stage_layer_counts
+
+IGNORED = -100
+"""The target of a token that does not count."""
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -65,25 +69,45 @@ def stage_example(spec: TrialSpec, stage: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each."""
+    """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each.
+
+    Where gradients are normalised by valid tokens, sequences are padded: targets past their length are IGNORED.
+    """
     draw = exact.draw_tokens if spec.probe is ProbeName.EXACT else gpt.draw_tokens
     num_sequences = spec.batch.num_microbatches * spec.batch.micro_batch_size
-    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, data_rank(spec, dp_rank))
+    source_rank = data_rank(spec, dp_rank)
+    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, source_rank)
+    if spec.normalization is Normalization.NUM_TOKENS:
+        for sequence in range(num_sequences):
+            targets_BS[sequence, valid_length(spec.model.seq_len, source_rank, sequence) :] = IGNORED
     return tokens_BS.to(device), targets_BS.to(device)
+
+
+def count_valid(targets_BS: torch.Tensor) -> torch.Tensor:
+    """How many tokens have a target that counts: int64 [1]."""
+    return (targets_BS != IGNORED).sum().view(1)
 
 
 def microbatch_loss(spec: TrialSpec) -> LossFunction:
     """The function of (logits, targets) whose gradients, summed over microbatches, are a dp rank's local gradients.
 
-    gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM; exact: a weighted sum.
+    gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM, or with num_tokens the sum over
+    valid tokens; exact: a weighted sum.
     """
     if spec.probe is ProbeName.EXACT:
         return exact.token_loss
+    if spec.normalization is Normalization.NUM_TOKENS:
+        return gpt.token_loss_sum
     num_microbatches = spec.batch.num_microbatches
     return lambda logits_BSV, targets_BS: gpt.token_loss(logits_BSV, targets_BS) / num_microbatches
 
 
-def mean_loss(spec: TrialSpec, losses: list[torch.Tensor]) -> float:
-    """The mean over microbatches, from what `microbatch_loss` gave for each. Waits for the device."""
+def mean_loss(spec: TrialSpec, losses: list[torch.Tensor], targets_BS: torch.Tensor) -> float:
+    """The mean over microbatches, or with num_tokens over valid tokens, from what `microbatch_loss` gave for each.
+
+    Waits for the device.
+    """
     total = float(torch.stack([loss.detach() for loss in losses]).sum())
+    if spec.normalization is Normalization.NUM_TOKENS:
+        return total / max(1, int(count_valid(targets_BS)))
     return total / len(losses) if spec.probe is ProbeName.EXACT else total

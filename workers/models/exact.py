@@ -82,13 +82,13 @@ def draw_tokens(
 
 
 def upstream(targets: torch.Tensor) -> torch.Tensor:
-    """The weight of each token's logit in the loss, 1 or 2; it follows from the target alone."""
-    return 1 + targets % 2
+    """The weight of each token's logit in the loss, from the target alone: 1 or 2, and 0 where it does not count."""
+    return torch.where(targets >= 0, 1 + targets % 2, 0)
 
 
 def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
     """Sum over the tokens of `upstream` times the target's logit. Scalar; linear, so gradients are integers."""
-    picked_BS = logits_BSV.gather(-1, targets_BS.unsqueeze(-1)).squeeze(-1)
+    picked_BS = logits_BSV.gather(-1, targets_BS.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (picked_BS * upstream(targets_BS)).sum()
 
 

@@ -179,6 +179,12 @@ def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten())
 
 
+def token_loss_sum(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy summed over the tokens whose target counts (not -100), in float32 at least. Scalar."""
+    logits = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten(), reduction="sum")
+
+
 def draw_tokens(
     model: ModelSpec, num_sequences: int, seed: int, step: int, dp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

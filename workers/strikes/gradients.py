@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from workers.contract import Phase, RankPhase
-from workers.orderings import ORDERINGS, RANK_PHASES
+from workers.orderings import RANK_PHASES, ordering_of
 from workers.strikes.strike import StackStrike, Victim, flip_bit, largest
 
 
@@ -115,7 +115,7 @@ class NonfiniteBefore(StackStrike):
 
     def after_backward(self) -> None:
         """See `Strike`."""
-        self._upcoming = [RANK_PHASES[phase] for phase in ORDERINGS[self.victim.spec.ordering].phases]
+        self._upcoming = [RANK_PHASES[phase] for phase in ordering_of(self.victim.spec).phases]
         if self.is_due:
             self._strike()
 

@@ -30,8 +30,11 @@ class Breakdown(Strike):
         self._fault = fault
 
     def __call__(self, moment: Moment) -> None:
-        """Break at the fault's moment, in phase `dp_sync` of the step to strike in."""
-        if MOMENTS[self._fault] is moment and self.victim.where() == (RankPhase.DP_SYNC, self._step):
+        """Break at the fault's moment, in the data-parallel sync of the step to strike in."""
+        phase, step = self.victim.where()
+        # With overlap the sync starts during backward, which has no other collective of the stack.
+        in_dp_sync = phase in (RankPhase.DP_SYNC, RankPhase.FORWARD_BACKWARD)
+        if MOMENTS[self._fault] is moment and in_dp_sync and step == self._step:
             break_down(self._fault)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.communicator import Communicator, ProcessGroups
+from workers.communicator import Communicator, Finished, Pending, ProcessGroups
 from workers.contract import Coordinates, Phase, RankPhase, TrialSpec
 from workers.grad_sync import Observer
 from workers.intervals import Intervals, count
@@ -87,7 +87,7 @@ class StruckCommunicator:
         self._strike = strike
 
     @property
-    def hosted(self) -> Members:
+    def hosted(self) -> Sequence[int]:
         """The one rank of this process."""
         return self._inner.hosted
 
@@ -95,9 +95,27 @@ class StruckCommunicator:
         """See `Communicator`."""
         self._run(members, buckets, self._inner.reduce_scatter)
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`; while it strikes, over when it starts."""
+        if not self._strike.is_due:
+            return self._inner.start_reduce_scatter(members, buckets)
+        self.reduce_scatter(members, buckets)
+        return Finished()
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         self._run(members, tensors, self._inner.all_reduce)
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        """As `start_reduce_scatter`."""
+        if not self._strike.is_due:
+            return self._inner.start_all_reduce(members, tensors)
+        self.all_reduce(members, tensors)
+        return Finished()
+
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`; never struck."""
+        self._inner.broadcast(members, source, tensors)
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
@@ -115,7 +133,10 @@ class StruckCommunicator:
             collective(members, {world_rank: tensor_N})
 
         if self._strike.is_due:
-            self._strike.collective(self._strike.victim.where()[0], members, tensors[world_rank], run)
+            phase = self._strike.victim.where()[0]
+            # With overlap the data-parallel sync starts during backward, which has no other collective of the stack.
+            phase = RankPhase.DP_SYNC if phase is RankPhase.FORWARD_BACKWARD else phase
+            self._strike.collective(phase, members, tensors[world_rank], run)
         else:
             run(tensors[world_rank])
 
