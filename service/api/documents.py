@@ -17,7 +17,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
-from service.domain.validation import Cause, State, Validation
+from service.domain.cause import Cause
+from service.domain.validation import State, Validation
 from workers.contract import DeviationKind, End, JudgeName, OrderingName, Phase, ProbeName, RankPhase, Role, Verdict
 from workers.encoding import dumps, plain
 
