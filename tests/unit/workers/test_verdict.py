@@ -8,6 +8,7 @@ from math import inf, isnan, nan
 from typing import Any
 
 import pytest
+from healthy_parameters import healthy_parameters
 
 from workers.contract import (
     BatchSpec,
@@ -83,6 +84,7 @@ def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> S
         replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
         loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
         seconds={},
+        parameters=healthy_parameters(spec, at),
     )
 
 
