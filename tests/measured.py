@@ -17,6 +17,7 @@ from workers.contract import (
     TrialSpec,
 )
 from workers.errors import LayoutAssertionError
+from workers.evidence import astray_ranks
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
 from workers.orderings import ordering_of
@@ -85,7 +86,7 @@ def assert_every_parameter_right(
     mesh = spec.mesh
     ordering = ordering_of(spec)
     found = [report for ranks in reports for report in ranks if report.trial_index == index]
-    assert not any(row.deviating_ranks for report in found for row in report.divergence)
+    assert not any(astray_ranks(row) for report in found for row in report.divergence)
     for pp_rank in range(mesh.pp):
         of_stage = [row for report in found if report.pp_rank == pp_rank for row in report.parameters]
         phases = {row.phase: row.total_elements for row in of_stage}

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from workers.contract import (
+    Deviation,
     DeviationKind,
     End,
+    Mesh,
     ParameterElement,
-    ParametersRow,
-    Phase,
     RankPhase,
     ReplicaRow,
     Role,
@@ -24,6 +25,11 @@ from workers.contract import (
 from workers.evidence import Evidence, astray_ranks
 from workers.orderings import RANK_PHASES, ordering_of
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+
+Key = TypeVar("Key")
+
+
+_Span = tuple[ParameterElement | None, ParameterElement | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,16 @@ def find_guilt(evidence: Evidence) -> Guilt | None:
         if (guilt := _damaged_weights(reports)) is not None:
             return guilt
     return None
+
+
+def narrow(guilts: Mapping[Key, Guilt | None]) -> dict[Key, Guilt | None]:
+    """The same findings of one experiment with their suspects cut down to those whom all of them suspect.
+
+    One rank at fault is in every set of suspects; where no rank is, there are several faults, and nothing is cut.
+    """
+    sets = [set(guilt.suspects) for guilt in guilts.values() if guilt is not None]
+    common = _sorted(set.intersection(*sets)) if sets else ()
+    return {key: replace(guilt, suspects=common) if guilt and common else guilt for key, guilt in guilts.items()}
 
 
 def node_of(guilt: Guilt, nodes: Mapping[int, str]) -> str | None:
@@ -105,25 +121,62 @@ def _deviating(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
     return Guilt(suspects, RankPhase.FORWARD_BACKWARD, _common_parameter([span for _, span in found]))
 
 
-def _wrong_after_dp_sync(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
-    rows = [(report.world_rank, row) for report in reports for row in report.parameters if row.unexpected_elements]
-    if not rows:
+def _wrong_after_dp_sync(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """What the replicas of a stage add up to is wrong, though what each of them gave is right."""
+    stages = {pp_rank: _sums_of_stage(evidence, reports, pp_rank) for pp_rank in range(evidence.spec.mesh.pp)}
+    wrong = {pp_rank: [each for each in rows if each.is_wrong] for pp_rank, rows in stages.items()}
+    if not any(wrong.values()):
         return None
-    spans = [(row.first_unexpected, row.last_unexpected) for _, row in rows]
-    suspects = _sorted(world_rank for world_rank, _ in rows)
-    if len(suspects) > 1:
-        # Several owners are wrong in the same way where what one rank sent them was.
-        suspects = _blamed_by_all([row for _, row in rows]) or suspects
-    return Guilt(suspects, RankPhase.DP_SYNC, _common_parameter(spans))
+    suspects = [rank for pp_rank, rows in stages.items() if wrong[pp_rank] for rank in _culprits(rows)]
+    spans = [each.span for rows in wrong.values() for each in rows]
+    return Guilt(_sorted(suspects), RankPhase.DP_SYNC, _common_parameter(spans))
 
 
-def _blamed_by_all(rows: Sequence[ParametersRow]) -> tuple[int, ...]:
-    """The one contributor whose share is wrong in every row, and the only one in each; else nobody."""
-    blamed = [
-        {contributor.world_rank for deviation in row.deviations for contributor in deviation.contributors}
-        for row in rows
-    ]
-    return _sorted(blamed[0]) if all(names == blamed[0] for names in blamed) and len(blamed[0]) == 1 else ()
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """What one owner's elements came to."""
+
+    world_rank: int
+    num_owned: int
+    is_wrong: bool
+    span: _Span
+    blamed: frozenset[int]
+    """World ranks of the same stage whose share is wrong in it."""
+
+
+def _sums_of_stage(evidence: Evidence, reports: Sequence[StepReport], pp_rank: int) -> list[_Sum]:
+    """Where the ends are added first, the tied weight's final sums too, unless it was that addition that broke."""
+    mesh, found = evidence.spec.mesh, []
+    of_stage = [report for report in reports if report.pp_rank == pp_rank]
+    ties_first = not ordering_of(evidence.spec).ties_after_sync and not _split_pipelines(reports)
+    for report in of_stage:
+        for row in report.parameters:
+            span = (row.first_unexpected, row.last_unexpected)
+            blamed = _blamed(row.deviations, mesh, pp_rank)
+            found.append(_Sum(report.world_rank, row.owned_elements, row.unexpected_elements > 0, span, blamed))
+        for tied in report.divergence if ties_first and evidence.role is Role.SUBJECT else ():
+            span = (_tied_element(tied.end, tied.first_diverged), _tied_element(tied.end, tied.last_diverged))
+            blamed = _blamed(tied.deviations, mesh, pp_rank)
+            found.append(_Sum(report.world_rank, tied.owned_elements, tied.diverged_elements > 0, span, blamed))
+    return found
+
+
+def _blamed(deviations: Sequence[Deviation], mesh: Mesh, pp_rank: int) -> frozenset[int]:
+    """Who of a stage gave the shares that are wrong; what was added before came through its own pipeline."""
+    dp_ranks = {contributor.dp_rank for deviation in deviations for contributor in deviation.contributors}
+    return frozenset(mesh.world_rank(dp_rank, pp_rank) for dp_rank in dp_ranks)
+
+
+def _culprits(sums: Sequence[_Sum]) -> Iterable[int]:
+    """Of one stage: the owner whose sums alone are wrong, or the one contributor whose share is wrong in all."""
+    wrong = [each for each in sums if each.is_wrong]
+    owners = {each.world_rank for each in wrong}
+    blamed = wrong[0].blamed if all(each.blamed == wrong[0].blamed for each in wrong) else frozenset()
+    if len(owners) == 1:
+        # Where nobody else owns anything, who gave its share wrongly and who lost it look alike.
+        is_sole_owner = all(each.world_rank in owners for each in sums if each.num_owned)
+        return owners | blamed if is_sole_owner and len(blamed) == 1 else owners
+    return blamed if len(blamed) == 1 else owners
 
 
 def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
@@ -135,20 +188,21 @@ def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guil
         return None
     spans = [(_tied_element(row.end, row.first_diverged), _tied_element(row.end, row.last_diverged)) for _, row in rows]
     suspects = _sorted(report.world_rank for report, _ in rows)
-    return Guilt(suspects, _phase_of_tied_fault(evidence, reports), _common_parameter(spans))
+    if not ordering_of(evidence.spec).ties_after_sync:
+        # What a pipeline added up wrongly has since gone to whoever owns it at that end.
+        mesh, stages = evidence.spec.mesh, {report.pp_rank for report, _ in rows}
+        split = _split_pipelines(reports)
+        suspects = _sorted(mesh.world_rank(dp_rank, pp_rank) for dp_rank in split for pp_rank in stages) or suspects
+    return Guilt(suspects, RankPhase.TIE, _common_parameter(spans))
 
 
-def _phase_of_tied_fault(evidence: Evidence, reports: Sequence[StepReport]) -> RankPhase:
-    """Where the tie is first, both ends of a pipeline hold the same bits after it, unless the fault was there."""
-    if ordering_of(evidence.spec).ties_after_sync:
-        return RankPhase.TIE
-    digests: dict[tuple[int, int], set[str]] = defaultdict(set)
+def _split_pipelines(reports: Sequence[StepReport]) -> set[int]:
+    """dp_ranks of the pipelines whose two ends were added first, and yet do not hold the same bits."""
+    held: dict[int, set[str]] = defaultdict(set)
     for report in reports:
-        if report.pp_rank in (0, evidence.spec.mesh.pp - 1):
-            digests[report.dp_rank, report.tp_rank].add(
-                " ".join(row.digest for row in report.trace if row.phase is Phase.TIED)
-            )
-    return RankPhase.TIE if any(len(held) > 1 for held in digests.values()) else RankPhase.DP_SYNC
+        if report.replica.tied_digest is not None:
+            held[report.dp_rank].add(report.replica.tied_digest)
+    return {dp_rank for dp_rank, digests in held.items() if len(digests) > 1}
 
 
 def _damaged_weights(reports: Sequence[StepReport]) -> Guilt | None:
@@ -182,9 +236,6 @@ def _odd_replicas(reports: Sequence[StepReport], digest: Callable[[ReplicaRow], 
     return _sorted(world_rank for held in stages.values() for world_rank in odd_ones_out(held))
 
 
-_Span = tuple[ParameterElement | None, ParameterElement | None]
-
-
 def _deviations(reports: Sequence[StepReport]) -> Iterator[tuple[int, _Span]]:
     """Ranks whose own gradients are off, each with between which elements one owner has seen it."""
     for report in reports:
@@ -205,12 +256,17 @@ def _tied_element(end: End, element: int | None) -> ParameterElement | None:
 
 
 def _common_parameter(spans: Sequence[_Span]) -> ParameterElement | None:
-    """The first element of all, where every span lies in one and the same parameter."""
+    """The first element of all, where every span lies in one parameter; copies of the tied weight are one."""
     bounds = [bound for span in spans for bound in span]
     known = [bound for bound in bounds if bound is not None]
-    if len(known) < len(bounds) or len({bound.parameter for bound in known}) != 1:
+    names = {bound.parameter for bound in known}
+    if len(known) < len(bounds) or not (len(names) == 1 or all(map(_is_tied, names))):
         return None
     return min(known, key=lambda bound: bound.element)
+
+
+def _is_tied(name: str) -> bool:
+    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))
 
 
 def _sorted(world_ranks: Iterable[int]) -> tuple[int, ...]:

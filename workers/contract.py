@@ -403,6 +403,8 @@ class ReplicaRow:
     """Of the same weights as they stand after the step; equal to `sent_digest` unless they were damaged here."""
     received_digest: str | None = None
     """Of the replica's weights as they stand here after the step; equal to what that one sent unless damaged here."""
+    tied_digest: str | None = None
+    """Of the whole tied gradient once the ends are added, where that comes first: the same at both ends."""
 
 
 @dataclass(frozen=True, slots=True)

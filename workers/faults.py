@@ -90,8 +90,12 @@ class Fault:
     """Whether one rank is at fault and must be named."""
     in_tie: bool = False
     """It needs two ends, and a rank that holds one."""
+    reported_as: str | None = None
+    """The code of the reason that must tell of it, where it makes no verdict `fail`."""
 
 
+SETTINGS_DIFFER = "settings_differ"
+"""The code of the reason that tells of ranks that compute with other settings than the others."""
 _DP, _TIE, _OWN = RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.FORWARD_BACKWARD
 _SYNC = frozenset({JudgeName.EXACT, JudgeName.SYNC})
 _LOCAL = frozenset({JudgeName.EXACT, JudgeName.REFERENCE})
@@ -119,6 +123,10 @@ def _nonfinite(name: FaultName, value: str, phase: RankPhase, what: str) -> Faul
     summary = f"{what} is {value}."
     in_tie = phase is _TIE
     return Fault(name, summary, Outcome.FAIL, _FINITE, phase, Place.TIED if in_tie else Place.ONE, in_tie=in_tie)
+
+
+def _setting(name: FaultName, summary: str) -> Fault:
+    return Fault(name, summary, Outcome.HARMLESS, reported_as=SETTINGS_DIFFER)
 
 
 _IN_SYNC = "a collective of the data-parallel sync"
@@ -168,8 +176,8 @@ _ENTRIES = (
     _nonfinite(FaultName.INF_BEFORE_TIE, "infinite", _TIE, _TIED),
     _nonfinite(FaultName.INF_BEFORE_GATHER, "infinite", RankPhase.OPTIMIZER, _WEIGHT),
     Fault(FaultName.IDENTICAL_DATA, "Every dp rank trains on dp rank 0's data.", Outcome.HARMLESS, names_rank=False),
-    Fault(FaultName.OTHER_THREAD_COUNT, "It computes with one more thread than the others.", Outcome.HARMLESS),
-    Fault(FaultName.TF32, "It may round matrix products to TF32, as far as its device can.", Outcome.HARMLESS),
+    _setting(FaultName.OTHER_THREAD_COUNT, "It computes with one more thread than the others."),
+    _setting(FaultName.TF32, "It may round matrix products to TF32, as far as its device can."),
 )
 FAULTS: Mapping[FaultName, Fault] = MappingProxyType({fault.name: fault for fault in _ENTRIES})
 """Every fault by its name."""

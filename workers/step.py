@@ -152,6 +152,7 @@ class RankTrial:
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
         self._local_P: Tensor | None = None
+        self._tied_digest: str | None = None
         self._initial_digest = self._digest_weights()
 
     def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
@@ -202,7 +203,7 @@ class RankTrial:
         parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
         self._enter(RankPhase.STATISTICS, step)
         broken += find_nonfinite_weights(self._named, self._stack.owned)
-        replica = self._watch.conclude(self._initial_digest, self._digest_weights())
+        replica = self._watch.conclude(self._initial_digest, self._digest_weights(), self._tied_digest)
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken, settings)
 
@@ -259,6 +260,8 @@ class RankTrial:
             if self._tied is not None:
                 trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._judges.observe(phase)
+            if phase is Phase.TIED and self._tied is not None and not self._ordering.ties_after_sync:
+                self._tied_digest = digest([self._stack.grad(self._tied)])
             upcoming.pop(0)
             if upcoming:
                 broken.extend(find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._stack.grad))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from workers.attribution import Guilt, find_guilt, node_of
+from workers.attribution import Guilt, find_guilt, narrow, node_of, odd_ones_out
 from workers.contract import (
     DivergenceRow,
     Judgement,
@@ -38,6 +38,7 @@ from workers.evidence import (
     untied_steps,
 )
 from workers.exactness import code_digits
+from workers.faults import SETTINGS_DIFFER
 from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
@@ -61,13 +62,15 @@ def judge(
     doubts = [Reason("report_mismatch", f"{sentence} It was not counted.") for sentence in sifted.rejected]
     failures: list[Reason] = []
     summaries: list[TrialSummary] = []
-    for evidence in gathered:
-        failed, doubted = list(_failures(evidence, nodes or {})), list(_doubts(evidence))
+    guilts = narrow({index: find_guilt(evidence) for index, evidence in enumerate(gathered)})
+    for index, evidence in enumerate(gathered):
+        failed, doubted = list(_failures(evidence, guilts[index], nodes or {})), list(_doubts(evidence))
         failures += failed
         doubts += doubted
         summaries.append(summarise(evidence, ok=not failed and not doubted))
     doubts += _unproven(gathered)
-    return _conclude(failures, doubts, tuple(summaries), gathered)
+    judgement = _conclude(failures, doubts, tuple(summaries), gathered)
+    return replace(judgement, reasons=(*judgement.reasons, *_notes(sifted.accepted.values())))
 
 
 def failing(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> tuple[Evidence, ...]:
@@ -86,9 +89,26 @@ def _conclude(
     return Judgement(Verdict.PASS, (_clean(gathered),), summaries)
 
 
-def _failures(evidence: Evidence, nodes: Mapping[int, str]) -> Iterator[Reason]:
+def _notes(reports: Iterable[StepReport]) -> Iterator[Reason]:
+    """What is worth telling and changes no verdict."""
+    said = {report.world_rank: _settings(report) for report in reports if report.settings is not None}
+    if odd := odd_ones_out(said) if said else ():
+        told = "; ".join(f"world_rank {world_rank}: {said[world_rank]}" for world_rank in odd[:4])
+        usual = ", others: " + next(iter(set(said.values()) - {said[rank] for rank in odd}), "no two alike")
+        message = f"Ranks compute with different settings, which may change rounding: {told}{usual}."
+        yield Reason(SETTINGS_DIFFER, message, world_rank=odd[0] if len(odd) == 1 else None)
+
+
+def _settings(report: StepReport) -> str:
+    settings = report.settings
+    assert settings is not None
+    threads = f"{settings.num_threads} thread" + ("s" if settings.num_threads != 1 else "")
+    tf32 = ", TF32" if settings.allow_tf32 else ""
+    return threads + tf32 + (", bf16 reductions" if settings.allow_bf16_reduction else "")
+
+
+def _failures(evidence: Evidence, guilt: Guilt | None, nodes: Mapping[int, str]) -> Iterator[Reason]:
     """What no healthy cluster shows, each finding with who is at fault as far as the evidence goes."""
-    guilt = find_guilt(evidence)
     for code, judge_name, message in _findings(evidence):
         reason = Reason(code, f"{evidence.title}: {message}", judge_name)
         yield reason if guilt is None else _accuse(reason, guilt, node_of(guilt, nodes))

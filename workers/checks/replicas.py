@@ -80,17 +80,16 @@ class GatherWatch:
             self._parts.append((own_n, other_n))
         self._inner.all_gather(members, buckets)
 
-    def conclude(self, initial_weights_digest: str, weights_digest: str) -> ReplicaRow:
+    def conclude(self, initial_weights_digest: str, weights_digest: str, tied_digest: str | None = None) -> ReplicaRow:
         """The row of the step that is over; forgets what was sent in it."""
         sent, parts = self._sent, self._parts
         self._sent, self._parts = [], []
         if not parts:
-            return ReplicaRow(initial_weights_digest, weights_digest)
+            return ReplicaRow(initial_weights_digest, weights_digest, tied_digest=tied_digest)
         kept = " ".join(digest([own_n]) for own_n, _ in parts)
         received = " ".join(digest([other_n]) for _, other_n in parts)
-        return ReplicaRow(
-            initial_weights_digest, weights_digest, _short(" ".join(sent)), _short(kept), _short(received)
-        )
+        watched = (_short(" ".join(sent)), _short(kept), _short(received))
+        return ReplicaRow(initial_weights_digest, weights_digest, *watched, tied_digest)
 
 
 def _short(text: str) -> str:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from workers import step
+from workers.checks.finiteness import count_nonfinite
 from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, Position, ProbeName, RankPhase, TrialSpec
 from workers.intervals import Interval, count, union
 from workers.orderings import ORDERINGS, RANK_PHASES, SyncPhase
-from workers.step import PhaseClock, count_nonfinite, expect, moments
+from workers.step import PhaseClock, expect, moments
 
 
 def test_the_clock_publishes_every_move_in_order() -> None:
