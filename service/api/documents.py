@@ -87,6 +87,8 @@ class ValidationDocument(Document):
     verdict: Verdict | None
     """Set exactly when the state is `completed`."""
     cause: Cause | None
+    """Of a failed verdict, what it followed when its trials were repeated with the ranks in other seats; the reason
+    `cause_...` says what was tried, and names the node of `hardware`."""
     reasons: list[ReasonDocument]
     request: dict[str, Any]
     """As sent, with its defaults filled in."""

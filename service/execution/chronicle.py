@@ -127,7 +127,5 @@ def told_repeated(repeated: Repeated) -> dict[str, Any]:
 def cause_reason(attribution: Attribution) -> Reason:
     """What a failed verdict says of its cause."""
     world_rank = attribution.world_ranks[0] if len(attribution.world_ranks) == 1 else None
-    code = f"cause_{attribution.cause.value}"
-    return Reason(
-        code, f"Cause {attribution.cause.value}: {attribution.message}.", world_rank=world_rank, node=attribution.node
-    )
+    message = f"{attribution.message[:1].upper()}{attribution.message[1:]}."
+    return Reason(f"cause_{attribution.cause.value}", message, world_rank=world_rank, node=attribution.node)

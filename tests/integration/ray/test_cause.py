@@ -18,7 +18,9 @@ from workers.plan import trials
 from .conftest import Service, driver_process, serve
 
 FAULT = "bit_flipped_in_receive_buffer"
-REQUEST: dict[str, Any] = {"probes": ["exact"], "orderings": ["buggy", "own_bucket"], "steps": 1}
+REQUEST: dict[str, Any] = {"probes": ["exact"], "orderings": ["buggy", "own_bucket"], "steps": 1, "deadline_s": 300}
+TIMEOUT_S = 300.0
+"""Two cold gangs, on a machine that may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +54,15 @@ def cause_of(validation: Validation) -> tuple[Cause | None, str | None, Reason]:
     return validation.cause, told.node, told
 
 
+async def validate(service: Service, request: dict[str, Any]) -> Validation:
+    """Queue a validation and wait for its end, repeat included."""
+    return await service.wait(await service.submit(request), timeout_s=TIMEOUT_S)
+
+
 async def test_what_stays_on_its_node_is_hardware(service: Service) -> None:
-    validation = await service.validate(asking(2, 2, 2, node="node-b"))
+    validation = await validate(service, asking(2, 2, 2, node="node-b"))
     cause, node, told = cause_of(validation)
-    assert (cause, node) == (Cause.HARDWARE, "node-b")
+    assert (cause, node) == (Cause.HARDWARE, "node-b"), told
     assert "whoever computes there" in told.message
     events = {event.type: event.data for event in await service.history(validation.id)}
     assert events[EventType.REPEATING_ELSEWHERE]["trials"] == ["exact/own_bucket"]
@@ -68,26 +75,26 @@ async def test_what_stays_on_its_node_is_hardware(service: Service) -> None:
 
 
 async def test_what_follows_its_rank_is_software(service: Service) -> None:
-    validation = await service.validate(asking(2, 2, 2, world_rank=2))
+    validation = await validate(service, asking(2, 2, 2, world_rank=2))
     cause, node, told = cause_of(validation)
-    assert (cause, node, told.world_rank) == (Cause.SOFTWARE, None, 2)
+    assert (cause, node, told.world_rank) == (Cause.SOFTWARE, None, 2), told
     assert "world_rank 2 on node-b failed first, and world_rank 2 on node-a" in told.message
 
 
 async def test_a_third_node_is_told_from_the_others(service: Service) -> None:
-    cause, node, _ = cause_of(await service.validate(asking(3, 1, 3, node="node-c")))
-    assert (cause, node) == (Cause.HARDWARE, "node-c")
+    cause, node, told = cause_of(await validate(service, asking(3, 1, 3, node="node-c")))
+    assert (cause, node) == (Cause.HARDWARE, "node-c"), told
 
 
 async def test_a_rank_is_told_among_three_nodes(service: Service) -> None:
-    cause, _, told = cause_of(await service.validate(asking(3, 1, 3, world_rank=1)))
-    assert (cause, told.world_rank) == (Cause.SOFTWARE, 1)
+    cause, _, told = cause_of(await validate(service, asking(3, 1, 3, world_rank=1)))
+    assert (cause, told.world_rank) == (Cause.SOFTWARE, 1), told
 
 
 async def test_one_node_has_no_other_device(service: Service) -> None:
-    validation = await service.validate(asking(2, 1, 1, world_rank=1))
+    validation = await validate(service, asking(2, 1, 1, world_rank=1))
     cause, _, told = cause_of(validation)
-    assert cause is Cause.UNKNOWN
+    assert cause is Cause.UNKNOWN, told
     assert "all ranks sit on node-a" in told.message
     assert EventType.REPEATING_ELSEWHERE not in {event.type for event in await service.history(validation.id)}
 
@@ -100,14 +107,14 @@ async def test_a_repeat_that_passes_explains_nothing(service: Service) -> None:
         plan = trials(to_experiment(request), Device.CPU)
         if is_struck(plan[1], 1, "node-b") and not any(is_struck(spec, 0, "node-b") for spec in plan):
             break
-    cause, _, told = cause_of(await service.validate(request))
-    assert cause is Cause.UNKNOWN
+    cause, _, told = cause_of(await validate(service, request))
+    assert cause is Cause.UNKNOWN, told
     assert "passed with the ranks in other seats" in told.message
 
 
 async def test_ray_train_places_its_ranks_itself(service: Service) -> None:
-    cause, _, told = cause_of(await service.validate(asking(2, 1, 2, world_rank=1) | {"launcher": "ray_train"}))
-    assert cause is Cause.UNKNOWN
+    cause, _, told = cause_of(await validate(service, asking(2, 1, 2, world_rank=1) | {"launcher": "ray_train"}))
+    assert cause is Cause.UNKNOWN, told
     assert "Ray Train" in told.message
 
 
@@ -124,15 +131,15 @@ async def test_a_cancelled_repeat_takes_no_verdict_away(service: Service) -> Non
     validation_id = await repeating(service)
     async with service.database.transaction() as connection:
         await validations.request_cancel(connection, validation_id)
-    cause, _, told = cause_of(await service.wait(validation_id))
-    assert cause is Cause.UNKNOWN
+    cause, _, told = cause_of(await service.wait(validation_id, timeout_s=TIMEOUT_S))
+    assert cause is Cause.UNKNOWN, told
     assert "was cancelled" in told.message
 
 
 async def test_a_driver_that_dies_in_the_repeat_takes_no_verdict_away(service: Service) -> None:
     validation_id = await repeating(service)
     driver_process().kill()
-    validation = await service.wait(validation_id)
+    validation = await service.wait(validation_id, timeout_s=TIMEOUT_S)
     cause, _, told = cause_of(validation)
-    assert (cause, validation.attempt) == (Cause.UNKNOWN, 1)
+    assert (cause, validation.attempt) == (Cause.UNKNOWN, 1), told
     assert "the driver process died" in told.message
