@@ -65,7 +65,7 @@ async def test_what_stays_on_its_node_is_hardware(service: Service) -> None:
     assert (cause, node) == (Cause.HARDWARE, "node-b"), told
     assert "whoever computes there" in told.message
     events = {event.type: event.data for event in await service.history(validation.id)}
-    assert events[EventType.REPEATING_ELSEWHERE]["trials"] == ["exact/own_bucket"]
+    assert events[EventType.REPEATING_ELSEWHERE]["trials"] == ["exact/buggy", "exact/own_bucket"]
     assert events[EventType.REPEATING_ELSEWHERE]["suspects"] == [2, 3]
     assert [rank["node"] for rank in validation.fingerprint] == ["node-a", "node-a", "node-b", "node-b"]
     seats = [seat["node"] for seat in events[EventType.REPEATED_ELSEWHERE]["seats"]]
