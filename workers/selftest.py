@@ -54,8 +54,9 @@ class Exercise:
     def trials(self, mesh: Mesh) -> tuple[TrialSpec, ...]:
         """What the gang is to run."""
         drill = Drill(self.fault.name, self.world_rank, probability=self.probability)
-        repeats = 1 if self.probability == 1 else RARE_REPEATS
-        spec = ExperimentSpec(mesh=mesh, orderings=ORDERINGS, steps=1, repeats=repeats, drill=drill)
+        is_rare = self.probability < 1
+        orderings, repeats = (ORDERINGS[-1:], RARE_REPEATS) if is_rare else (ORDERINGS, 1)
+        spec = ExperimentSpec(mesh=mesh, orderings=orderings, steps=1, repeats=repeats, drill=drill)
         return trials(spec, Device.CPU)
 
 

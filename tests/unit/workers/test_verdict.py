@@ -151,14 +151,17 @@ def test_a_divergence_names_whose_share_is_missing() -> None:
     change = with_row(diverged_elements=1, unexpected_elements=1, deviations=(dropped, *others))
     message = assert_turns(change, at(OWN_BUCKET), Verdict.FAIL, "subject_diverged").reasons[0].message
     assert "world_rank 2's lm_head share is missing from 1 elements of wte on world_rank 0" in message
-    assert message.endswith("; 1 more stories there.")
+    assert "; 1 more stories there. First wrong in tie; at fault: world_rank 0." in message
 
 
 def test_a_local_gradient_far_from_its_replay_names_its_rank() -> None:
     local = Deviation(DeviationKind.LOCAL, (Contributor(End.LM_HEAD, 1, 3),), 1, None, 0.0, 7, 5)
     change = with_row(reference_exceeded_elements=5, deviations=(local,))
-    message = assert_turns(change, at(FIXED), Verdict.FAIL, "reference_exceeded").reasons[0].message
-    assert "world_rank 3's lm_head share was wrong before any synchronisation" in message
+    specs = planned()
+    judgement = judge(specs, changed(healthy(specs), at(FIXED), change))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["local_gradient_wrong", "reference_exceeded"])
+    assert "world_rank 3's lm_head share was wrong before any synchronisation" in judgement.reasons[1].message
+    assert {reason.world_rank for reason in judgement.reasons} == {3}
 
 
 def test_a_pass_says_where_the_rank_code_had_no_room() -> None:
