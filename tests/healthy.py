@@ -12,11 +12,13 @@ from workers.contract import (
     DivergenceRow,
     End,
     Mesh,
+    NormRow,
     OrderingName,
     ParametersRow,
     Phase,
     ProbeName,
     ReplicaRow,
+    Role,
     StepReport,
     TiedRow,
     TrialSpec,
@@ -72,8 +74,15 @@ def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> S
         replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
         loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
         seconds={},
+        grad_norm=healthy_norm(spec, step, at.pp_rank),
         parameters=healthy_parameters(spec, at),
     )
+
+
+def healthy_norm(spec: TrialSpec, step: int, pp_rank: int) -> NormRow:
+    known = pp_rank == 0 and (spec.probe is EXACT or step == 0)
+    right = ORDERINGS[spec.ordering].role is Role.SUBJECT
+    return NormRow(2.5 if right else 2.25, 2.5 if known else None, 1e-9 if known else None)
 
 
 def healthy_row(spec: TrialSpec, end: End, dp_rank: int) -> DivergenceRow:

@@ -58,7 +58,7 @@ def find_guilt(evidence: Evidence) -> Guilt | None:
         for trace in (_nonfinite, _unlike_from_the_start, _deviating, _wrong_after_dp_sync, _wrong_in_the_end):
             if (guilt := trace(evidence, reports)) is not None:
                 return guilt
-        if (guilt := _damaged_weights(reports)) is not None:
+        if (guilt := _damaged_weights(reports) or _wrong_norm(evidence, reports)) is not None:
             return guilt
     return None
 
@@ -212,6 +212,22 @@ def _damaged_weights(reports: Sequence[StepReport]) -> Guilt | None:
         return None
     damaged = _sorted(world_rank for world_rank in suspects if _is_damaged(world_rank, reports))
     return Guilt(damaged or suspects, RankPhase.OPTIMIZER, None)
+
+
+def _wrong_norm(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """A norm that is too large by just what one rank holds of the second copy of the tied weight, which counts once."""
+    norm = next((report.grad_norm for report in reports if report.grad_norm and report.grad_norm.reference), None)
+    if norm is None or norm.reference is None or evidence.role is not Role.SUBJECT:
+        return None
+    excess, slack = norm.value**2 - norm.reference**2, 2 * norm.value * (norm.allowed_error or 0.0)
+    suspects = [
+        report.world_rank
+        for report in reports
+        for row in report.divergence
+        if row.end is End.LM_HEAD and row.l2 > 0 and abs(excess - row.l2**2) <= slack + 1e-12 * norm.value**2
+    ]
+    first = ParameterElement(OUTPUT_LAYER, 0)
+    return Guilt(_sorted(suspects), RankPhase.OPTIMIZER, first) if suspects else None
 
 
 def _is_damaged(world_rank: int, reports: Sequence[StepReport]) -> bool:

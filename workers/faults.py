@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
-from workers.contract import Drill, JudgeName, Mesh, RankPhase, TrialSpec
+from workers.contract import Drill, JudgeName, Mesh, OrderingName, RankPhase, TrialSpec
 
 
 class FaultName(StrEnum):
@@ -49,7 +49,9 @@ class FaultName(StrEnum):
     INF_BEFORE_DP_SYNC = "inf_before_dp_sync"
     INF_BEFORE_TIE = "inf_before_tie"
     INF_BEFORE_GATHER = "inf_before_gather"
+    NORM_COUNTS_TIED_TWICE = "norm_counts_tied_twice"
     IDENTICAL_DATA = "identical_data"
+    SLOW = "slow"
     OTHER_THREAD_COUNT = "other_thread_count"
     TF32 = "tf32"
 
@@ -90,12 +92,16 @@ class Fault:
     """Whether one rank is at fault and must be named."""
     in_tie: bool = False
     """It needs two ends, and a rank that holds one."""
+    at_last_stage: bool = False
+    """It needs a rank of the last of several stages."""
     reported_as: str | None = None
-    """The code of the reason that must tell of it, where it makes no verdict `fail`."""
+    """The code of the observation that must name its rank and no other, where it makes no verdict `fail`."""
 
 
+STRAGGLER = "straggler"
+"""The code of the observation that tells of a slow rank."""
 SETTINGS_DIFFER = "settings_differ"
-"""The code of the reason that tells of ranks that compute with other settings than the others."""
+"""The code of the observation that tells of ranks that compute with other settings than the others."""
 _DP, _TIE, _OWN = RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.FORWARD_BACKWARD
 _SYNC = frozenset({JudgeName.EXACT, JudgeName.SYNC})
 _LOCAL = frozenset({JudgeName.EXACT, JudgeName.REFERENCE})
@@ -175,6 +181,16 @@ _ENTRIES = (
     _nonfinite(FaultName.INF_BEFORE_DP_SYNC, "infinite", _DP, _GRADIENT),
     _nonfinite(FaultName.INF_BEFORE_TIE, "infinite", _TIE, _TIED),
     _nonfinite(FaultName.INF_BEFORE_GATHER, "infinite", RankPhase.OPTIMIZER, _WEIGHT),
+    Fault(
+        FaultName.NORM_COUNTS_TIED_TWICE,
+        "Its copy of the tied weight counts in the gradient norm, beside the first stage's.",
+        Outcome.FAIL,
+        frozenset({JudgeName.NORM}),
+        RankPhase.OPTIMIZER,
+        Place.TIED,
+        at_last_stage=True,
+    ),
+    Fault(FaultName.SLOW, "It begins its backward 300 ms late.", Outcome.HARMLESS, reported_as=STRAGGLER),
     Fault(FaultName.IDENTICAL_DATA, "Every dp rank trains on dp rank 0's data.", Outcome.HARMLESS, names_rank=False),
     _setting(FaultName.OTHER_THREAD_COUNT, "It computes with one more thread than the others."),
     _setting(FaultName.TF32, "It may round matrix products to TF32, as far as its device can."),
@@ -212,10 +228,18 @@ def data_rank(spec: TrialSpec, dp_rank: int) -> int:
     return 0 if identical else dp_rank
 
 
+def data_of(spec: TrialSpec) -> TrialSpec:
+    """The trial without what changes neither its data nor its weights: equal ones share every replay."""
+    drill = spec.drill if data_rank(spec, 1) != 1 else None
+    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=drill)
+
+
 def why_not(fault: Fault, mesh: Mesh, world_rank: int | None) -> str | None:
     """Why a fault cannot be exercised on this mesh and rank; None where it can."""
-    if fault.in_tie and mesh.pp == 1:
+    if (fault.in_tie or fault.at_last_stage) and mesh.pp == 1:
         return "with pp=1 there is one copy of the tied weight and nothing to tie"
+    if fault.at_last_stage and world_rank is not None and mesh.coordinates(world_rank).pp_rank != mesh.pp - 1:
+        return f"world_rank {world_rank} is not on the last stage, whose copy of the tied weight it is about"
     if fault.in_tie and world_rank is not None and mesh.coordinates(world_rank).pp_rank not in (0, mesh.pp - 1):
         return f"world_rank {world_rank} is on a stage between the first and the last, which ties nothing"
     if fault.outcome is Outcome.FAIL and fault.judges & {JudgeName.SYNC, JudgeName.REPLICAS} and mesh.dp == 1:

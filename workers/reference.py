@@ -7,6 +7,7 @@ must not look at anything that a rank computed.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -39,8 +40,7 @@ def replay_tied_gradients(
     weights for every step; gpt's follow from training, so only step 0 can be replayed: SpecError otherwise.
     """
     stages = _build_stages(spec, step, device, dtype)
-    sums = _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))
-    flat = [total.flatten() for total in sums]
+    flat = [total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))]
     return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
 
 
@@ -57,7 +57,7 @@ def replay_inner_gradients(
     As `replay_tied_gradients`. In float64 the exact probe's gradients are the integers themselves.
     """
     stages = _build_stages(spec, step, device, dtype)
-    inner = [
+    inner: list[torch.Tensor] = [
         parameter
         for stage in of_stages
         for name, parameter in stages[stage].named_parameters()
@@ -66,6 +66,46 @@ def replay_inner_gradients(
     if not inner:
         return torch.zeros(0, device=device)
     return torch.cat([total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, inner)])
+
+
+class WholeGradient(NamedTuple):
+    """One dp rank's local gradient of the whole model, flat, float64."""
+
+    ends_EP: torch.Tensor
+    """The ends of the tied weight: [2, P], or [1, P] with a single stage."""
+    rest_N: torch.Tensor
+
+    def summed(self) -> torch.Tensor:
+        """The gradient with the tied weight once: its ends added up."""
+        return torch.cat([self.ends_EP.sum(dim=0), self.rest_N])
+
+    def norm_of_terms(self) -> float:
+        """At least the norm of the sum of |terms|, each end a term."""
+        return math.hypot(float(self.ends_EP.norm(dim=1).sum()), float(self.rest_N.norm()))
+
+    def minus(self, other: WholeGradient) -> WholeGradient:
+        """The difference, end by end."""
+        return WholeGradient(self.ends_EP - other.ends_EP, self.rest_N - other.rest_N)
+
+
+def replay_gradient(
+    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> WholeGradient:
+    """As `replay_tied_gradients`, of every parameter; the exact probe's ends signed with the trial's rank code."""
+    stages = _build_stages(spec, step, device, dtype)
+    tied = _tied_weights(stages)
+    others = [weight for stage in stages for weight in stage.parameters() if all(weight is not end for end in tied)]
+    totals = _accumulate(spec, step, dp_rank, device, stages, [*tied, *others])
+    flat = [total.flatten().double() for total in totals]
+    ends = [_signed(spec, end, dp_rank, end_P) for end, end_P in zip(End, flat[: len(tied)], strict=False)]
+    return WholeGradient(torch.stack(ends), torch.cat(flat[len(tied) :]))
+
+
+def _signed(spec: TrialSpec, end: End, dp_rank: int, grad_P: torch.Tensor) -> torch.Tensor:
+    code = rank_code(spec)
+    if code is None:
+        return grad_P
+    return code.sign(grad_P.long(), contributor_index(spec.mesh, end, dp_rank)).to(grad_P)
 
 
 def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch.dtype | None) -> list[nn.Module]:
@@ -84,16 +124,17 @@ def _accumulate(
     dp_rank: int,
     device: torch.device,
     stages: list[nn.Module],
-    parameters: list[torch.Tensor] | list[nn.Parameter],
+    weights: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """One dp rank's gradients of `parameters`, added up microbatch by microbatch in float32, or float64 for such."""
-    sum_dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-    sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in parameters]
+    """The weights' gradients, summed over microbatches in order, in float32 (float64 where the weights are)."""
+    dtype = weights[0].dtype
+    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = [torch.zeros_like(weight, dtype=sum_dtype) for weight in weights]
     loss_function = microbatch_loss(spec)
     batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
     for tokens, targets in zip(*batches, strict=True):
         loss = loss_function(_forward(stages, tokens), targets)
-        for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+        for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
             total.add_(gradient)
     return sums
 

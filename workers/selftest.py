@@ -54,8 +54,9 @@ class Exercise:
     def trials(self, mesh: Mesh) -> tuple[TrialSpec, ...]:
         """What the gang is to run."""
         drill = Drill(self.fault.name, self.world_rank, probability=self.probability)
-        repeats = 1 if self.probability == 1 else RARE_REPEATS
-        spec = ExperimentSpec(mesh=mesh, orderings=ORDERINGS, steps=1, repeats=repeats, drill=drill)
+        is_rare = self.probability < 1
+        orderings, repeats = (ORDERINGS[-1:], RARE_REPEATS) if is_rare else (ORDERINGS, 1)
+        spec = ExperimentSpec(mesh=mesh, orderings=orderings, steps=1, repeats=repeats, drill=drill)
         return trials(spec, Device.CPU)
 
 
@@ -150,7 +151,7 @@ def conclude(
     else:
         judgement = judge(specs, said.reports, dict(enumerate(nodes)))
         outcome, found = judgement.verdict.value, attribution_of(judgement.reasons)
-        mismatches = list(_verdict_mismatches(exercise.fault, judgement, said.reports))
+        mismatches = list(_verdict_mismatches(exercise, judgement, said.reports))
     mismatches += _place_mismatches(exercise.fault, expected, found)
     fault = exercise.fault
     return Finding(exercise.title, exercise.world_rank, outcome, found, fault.outcome, expected, tuple(mismatches))
@@ -182,7 +183,8 @@ def _of_error(said: GangOutcome, nodes: Sequence[str]) -> Attribution:
     return Attribution((), lost, nodes[lost], None, cause.phase if cause else None)
 
 
-def _verdict_mismatches(fault: Fault, judgement: Judgement, reports: Sequence[StepReport]) -> Iterator[str]:
+def _verdict_mismatches(exercise: Exercise, judgement: Judgement, reports: Sequence[StepReport]) -> Iterator[str]:
+    fault = exercise.fault
     if not any(report.drill_struck for report in reports):
         yield "it never struck"
     failed = judgement.verdict is Verdict.FAIL
@@ -190,9 +192,10 @@ def _verdict_mismatches(fault: Fault, judgement: Judgement, reports: Sequence[St
         yield f"no rank broke, and the verdict is {judgement.verdict.value}"
     elif failed is not (fault.outcome is Outcome.FAIL):
         yield f"the verdict is {judgement.verdict.value}"
-    codes = {reason.code for reason in judgement.reasons}
-    if fault.reported_as is not None and fault.reported_as not in codes:
-        yield f"{fault.reported_as} is not reported"
+    if fault.reported_as is not None:
+        named = {each.world_rank for each in judgement.observations if each.code == fault.reported_as}
+        if named != {exercise.world_rank}:
+            yield f"{fault.reported_as} names {sorted(map(str, named)) or 'nobody'}"
 
 
 def _place_mismatches(fault: Fault, expected: Attribution, found: Attribution) -> Iterator[str]:

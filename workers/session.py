@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,7 +20,6 @@ from workers.contract import (
     End,
     Fingerprint,
     Mesh,
-    OrderingName,
     Position,
     ProbeName,
     RankFailure,
@@ -31,10 +29,12 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
-from workers.faults import data_rank
+from workers.faults import data_of
+from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
+from workers.phase_clock import PhaseClock
 from workers.reference import replay_inner_gradients, replay_tied_gradients, signed_tied_gradients
-from workers.step import PhaseClock, RankTrial
+from workers.step import RankTrial
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -76,6 +76,7 @@ class RankSession:
         self._clock = PhaseClock(self.world_rank)
         self._groups: OrderedDict[Mesh, MeshGroups] = OrderedDict()
         self._replays = ReplayMemo(self._device)
+        self._references = NormReferences(self._device)
         _configure_torch()
 
     @classmethod
@@ -159,7 +160,17 @@ class RankSession:
         self._clock.enter(RankPhase.FORMING, trial_index)
         groups = self.mesh_groups(spec.mesh)
         coordinates = spec.mesh.coordinates(self.world_rank)
-        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays, self._node)
+        return RankTrial(
+            spec,
+            trial_index,
+            coordinates,
+            groups,
+            self._device,
+            self._clock,
+            self._replays,
+            self._references,
+            self._node,
+        )
 
     def mesh_groups(self, mesh: Mesh) -> MeshGroups:
         """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""
@@ -183,7 +194,7 @@ class ReplayMemo:
         """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        key = (_data_of(spec), step, dp_rank)
+        key = (data_of(spec), step, dp_rank)
         replays = _remembered(self._known, key, lambda: compute_replays(spec, step, dp_rank, self._device))
         return replays[0 if end is End.WTE else 1]
 
@@ -191,14 +202,8 @@ class ReplayMemo:
         """The replay of some stages' other parameters, flat and as registered; None for gpt after its first step."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        key = (_data_of(spec), step, dp_rank, stages)
+        key = (data_of(spec), step, dp_rank, stages)
         return _remembered(self._inner, key, lambda: compute_inner_replay(spec, step, dp_rank, stages, self._device))
-
-
-def _data_of(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes neither its data nor its weights."""
-    drill = spec.drill if data_rank(spec, 1) != 1 else None
-    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=drill)
 
 
 def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:

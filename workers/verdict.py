@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from workers.attribution import Guilt, find_guilt, narrow, node_of, odd_ones_out
+from workers.attribution import Guilt, find_guilt, narrow, node_of
+from workers.checks.settings import observe_settings
+from workers.checks.stragglers import observe_stragglers
 from workers.contract import (
     DivergenceRow,
     Judgement,
@@ -31,14 +33,16 @@ from workers.evidence import (
     deviations,
     disagreements,
     nonfinite,
+    norm_breaches,
+    norm_disagreements,
     sift,
     summarise,
     uncovered_steps,
+    unjudged_norms,
     unjudged_parameters,
     untied_steps,
 )
 from workers.exactness import code_digits
-from workers.faults import SETTINGS_DIFFER
 from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
@@ -69,8 +73,10 @@ def judge(
         doubts += doubted
         summaries.append(summarise(evidence, ok=not failed and not doubted))
     doubts += _unproven(gathered)
-    judgement = _conclude(failures, doubts, tuple(summaries), gathered)
-    return replace(judgement, reasons=(*judgement.reasons, *_notes(sifted.accepted.values())))
+    accepted = tuple(sifted.accepted.values())
+    observations = (*observe_stragglers(accepted), *observe_settings(accepted))
+    verdict, reasons = _conclude(failures, doubts, gathered)
+    return Judgement(verdict, reasons, tuple(summaries), observations)
 
 
 def failing(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> tuple[Evidence, ...]:
@@ -80,31 +86,13 @@ def failing(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> tuple
 
 
 def _conclude(
-    failures: list[Reason], doubts: list[Reason], summaries: tuple[TrialSummary, ...], gathered: tuple[Evidence, ...]
-) -> Judgement:
+    failures: list[Reason], doubts: list[Reason], gathered: tuple[Evidence, ...]
+) -> tuple[Verdict, tuple[Reason, ...]]:
     if failures:
-        return Judgement(Verdict.FAIL, (*failures, *doubts), summaries)
+        return Verdict.FAIL, (*failures, *doubts)
     if doubts:
-        return Judgement(Verdict.INCONCLUSIVE, tuple(doubts), summaries)
-    return Judgement(Verdict.PASS, (_clean(gathered),), summaries)
-
-
-def _notes(reports: Iterable[StepReport]) -> Iterator[Reason]:
-    """What is worth telling and changes no verdict."""
-    said = {report.world_rank: _settings(report) for report in reports if report.settings is not None}
-    if odd := odd_ones_out(said) if said else ():
-        told = "; ".join(f"world_rank {world_rank}: {said[world_rank]}" for world_rank in odd[:4])
-        usual = ", others: " + next(iter(set(said.values()) - {said[rank] for rank in odd}), "no two alike")
-        message = f"Ranks compute with different settings, which may change rounding: {told}{usual}."
-        yield Reason(SETTINGS_DIFFER, message, world_rank=odd[0] if len(odd) == 1 else None)
-
-
-def _settings(report: StepReport) -> str:
-    settings = report.settings
-    assert settings is not None
-    threads = f"{settings.num_threads} thread" + ("s" if settings.num_threads != 1 else "")
-    tf32 = ", TF32" if settings.allow_tf32 else ""
-    return threads + tf32 + (", bf16 reductions" if settings.allow_bf16_reduction else "")
+        return Verdict.INCONCLUSIVE, tuple(doubts)
+    return Verdict.PASS, (_clean(gathered),)
 
 
 def _failures(evidence: Evidence, guilt: Guilt | None, nodes: Mapping[int, str]) -> Iterator[Reason]:
@@ -151,9 +139,15 @@ def _findings(evidence: Evidence) -> Iterator[_Finding]:
         one, other = apart[0]
         message = f"the weights of world_rank {one.world_rank} and its replica {_at(other)} are not the same bits"
         yield "replicas_disagree", JudgeName.REPLICAS, f"{message} ({len(apart)} such pairs)."
+    unlike = list(norm_disagreements(evidence))
+    if unlike:
+        one, other = unlike[0]
+        message = f"world_rank {one.world_rank} and the rank {_at(other)} do not have the same global gradient norm"
+        yield "grad_norm_disagrees", JudgeName.REPLICAS, f"{message} ({len(unlike)} such pairs)."
     yield from _parameter_findings(evidence)
     if evidence.role is Role.SUBJECT:
         yield from _subject_findings(evidence)
+        yield from _norm_findings(evidence)
 
 
 def _parameter_findings(evidence: Evidence) -> Iterator[_Finding]:
@@ -200,12 +194,22 @@ def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
         yield "reference_exceeded", JudgeName.EXACT if exact else JudgeName.REFERENCE, f"{message}."
 
 
+def _norm_findings(evidence: Evidence) -> Iterator[_Finding]:
+    breaches = list(norm_breaches(evidence))
+    if breaches:
+        report, norm = breaches[0]
+        message = f"the global gradient norm {_at(report)} is {norm.value!r} and should be {norm.reference!r}"
+        allowed = f"within {norm.allowed_error or 0.0:.3e}, which is all that rounding explains"
+        yield "grad_norm_wrong", JudgeName.NORM, f"{message}, {allowed} ({len(breaches)} such findings)."
+
+
 def _doubts(evidence: Evidence) -> Iterator[Reason]:
     """Why this evidence is not complete, or a control is not what was predicted."""
     if evidence.missing:
         yield Reason("missing_reports", f"{evidence.title}: {_missing(evidence)}.")
         return
     yield from _coverage_doubts(evidence)
+    yield from _norm_doubts(evidence)
     steps = sum(spec.steps for spec in evidence.specs.values())
     predicted, allowed = evidence.total("predicted_elements"), evidence.misowned_elements * steps
     if predicted > allowed:
@@ -237,6 +241,14 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     if untied:
         message = f"the two ends were not compared with each other in full in {len(untied)} steps"
         yield Reason("ends_not_compared", f"{evidence.title}: {message}.")
+
+
+def _norm_doubts(evidence: Evidence) -> Iterator[Reason]:
+    unjudged = list(unjudged_norms(evidence))
+    if unjudged:
+        index, step = unjudged[0]
+        message = f"the global gradient norm of repeat {evidence.specs[index].repeat}, step {step} was not judged"
+        yield Reason("grad_norm_not_judged", f"{evidence.title}: {message} ({len(unjudged)} such steps).")
 
 
 def _control_doubts(evidence: Evidence) -> Iterator[Reason]:

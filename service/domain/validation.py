@@ -15,7 +15,7 @@ from typing import Any
 
 from service.domain.cause import Cause
 from service.domain.errors import IllegalMove
-from workers.contract import Reason, TrialSummary, Verdict
+from workers.contract import Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
 """How often a validation is started at most; each start that loses its dispatcher uses one."""
@@ -127,6 +127,7 @@ class Validation:
     verdict: Verdict | None
     cause: Cause | None
     reasons: tuple[Reason, ...]
+    observations: tuple[Observation, ...]
     request: dict[str, Any]
     labels: dict[str, str]
     num_ranks: int

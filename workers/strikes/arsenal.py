@@ -30,7 +30,15 @@ from workers.strikes.gradients import (
 )
 from workers.strikes.process import MOMENTS, Breakdown
 from workers.strikes.strike import Strike, Victim
-from workers.strikes.weights import BitInWeight, IdenticalData, OtherInitialWeights, OtherThreadCount, Tf32
+from workers.strikes.weights import (
+    BitInWeight,
+    IdenticalData,
+    OtherInitialWeights,
+    OtherThreadCount,
+    Slow,
+    Tf32,
+    TiedTwiceInNorm,
+)
 
 Make = Callable[[Victim, int], Strike]
 
@@ -84,6 +92,8 @@ STRIKES: Mapping[FaultName, Make] = MappingProxyType(
         FaultName.INF_BEFORE_DP_SYNC: _nonfinite(math.inf, RankPhase.DP_SYNC),
         FaultName.INF_BEFORE_TIE: _nonfinite(math.inf, RankPhase.TIE),
         FaultName.INF_BEFORE_GATHER: _nonfinite(math.inf, RankPhase.OPTIMIZER),
+        FaultName.NORM_COUNTS_TIED_TWICE: TiedTwiceInNorm,
+        FaultName.SLOW: Slow,
         FaultName.IDENTICAL_DATA: IdenticalData,
         FaultName.OTHER_THREAD_COUNT: OtherThreadCount,
         FaultName.TF32: Tf32,

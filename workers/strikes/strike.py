@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from workers.communicator import Communicator, Finished, Pending, ProcessGroups
 from workers.contract import Coordinates, Phase, RankPhase, TrialSpec
+from workers.grad_norm import GradNorm
 from workers.grad_sync import Observer
 from workers.intervals import Intervals, count
 from workers.mesh import Members
+from workers.pipeline import Pipeline
 from workers.stacks.protocol import Stack
 
 TOP_MANTISSA_BIT = 22
@@ -55,6 +57,9 @@ class Strike:
     def around_stack(self, inner: Stack, parameters: Sequence[nn.Parameter], tied: nn.Parameter | None) -> Stack:
         """What the step is to drive."""
         return inner
+
+    def step_built(self, pipeline: Pipeline, norm: GradNorm) -> None:
+        """All that a step runs on is there: what computes, and what will measure the gradient norm."""
 
     def before_forward(self) -> None:
         """A step begins; gradients are zero."""
@@ -103,8 +108,11 @@ class StruckCommunicator:
         return Finished()
 
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
-        """See `Communicator`."""
-        self._run(members, tensors, self._inner.all_reduce)
+        """See `Communicator`. That of the optimizer is the gradient norm's, and is never struck."""
+        if self._strike.victim.where()[0] is RankPhase.OPTIMIZER:
+            self._inner.all_reduce(members, tensors)
+        else:
+            self._run(members, tensors, self._inner.all_reduce)
 
     def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
         """As `start_reduce_scatter`."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from workers.grad_norm import GradNorm
 from workers.models import seed_weights
+from workers.pipeline import Pipeline
 from workers.strikes.strike import StackStrike, Strike, flip_bit, largest
+
+DELAY_S = 0.3
+"""How long a slow rank is late."""
 
 
 class BitInWeight(StackStrike):
@@ -63,6 +69,32 @@ class Tf32(Strike):
     def after_step(self) -> None:
         """See `Strike`."""
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+class TiedTwiceInNorm(Strike):
+    """The rank's copy of the tied weight counts in the gradient norm, though the first stage counts it already."""
+
+    def step_built(self, pipeline: Pipeline, norm: GradNorm) -> None:
+        """See `Strike`."""
+        self._norm, self._usual = norm, norm.uncounted
+
+    def before_forward(self) -> None:
+        """See `Strike`."""
+        self.has_struck = self.is_due and self.victim.at.pp_rank == self.victim.spec.mesh.pp - 1
+        self._norm.uncounted = frozenset() if self.is_due else self._usual
+
+
+class Slow(Strike):
+    """The rank does nothing for a while before the first backward of its step."""
+
+    def step_built(self, pipeline: Pipeline, norm: GradNorm) -> None:
+        """See `Strike`."""
+        pipeline.before_backward(self._wait)
+
+    def _wait(self) -> None:
+        if self.is_due and not self.has_struck:
+            self.has_struck = True
+            time.sleep(DELAY_S)
 
 
 class IdenticalData(Strike):

@@ -52,11 +52,9 @@ def with_parameters(report: StepReport, phase: Phase, **values: Any) -> StepRepo
     return replace(report, parameters=rows)
 
 
-def spoil(
-    reports: Sequence[StepReport], world_rank: int, phase: Phase = Phase.FINAL, **values: Any
-) -> list[StepReport]:
+def spoil(reports: Sequence[StepReport], world_rank: int, **values: Any) -> list[StepReport]:
     wrong = {"unexpected_elements": 1, "first_unexpected": BIAS, "last_unexpected": BIAS} | values
-    return [with_parameters(each, phase, **wrong) if each.world_rank == world_rank else each for each in reports]
+    return [with_parameters(each, Phase.FINAL, **wrong) if each.world_rank == world_rank else each for each in reports]
 
 
 def owners(reports: Sequence[StepReport], *world_ranks: int) -> list[StepReport]:
@@ -163,9 +161,10 @@ def test_one_owner_s_wrong_sums_beside_another_s_right_ones_name_the_owner() -> 
 
 
 def test_where_one_rank_owns_everything_the_one_whose_share_is_missing_is_as_suspect() -> None:
-    dropped = blaming(DeviationKind.DROPPED, End.WTE, 1, 1)
-    reports = spoil(reports_of(FIXED), 0, deviations=dropped)
-    assert guilt_in(reports, FIXED) == Guilt((0, 1), RankPhase.DP_SYNC, BIAS)
+    mesh = Mesh(2, 3)
+    dropped = blaming(DeviationKind.DROPPED, End.WTE, 1, 3)
+    reports = spoil(reports_of(FIXED, mesh), 2, deviations=dropped)
+    assert guilt_in(reports, FIXED, mesh) == Guilt((2, 3), RankPhase.DP_SYNC, BIAS)
 
 
 def test_a_share_that_is_wrong_at_every_owner_names_who_gave_it() -> None:
@@ -259,7 +258,9 @@ def test_every_reason_of_a_failure_says_who_where_and_when() -> None:
     ]
     judgement = judge(specs, reports, {0: "a", 1: "b", 2: "a", 3: "b"})
     assert judgement.verdict is Verdict.FAIL
-    for reason in judgement.reasons:
+    accusing = [reason for reason in judgement.reasons if reason.judge is not None]
+    assert {reason.code for reason in accusing} == {"parameter_diverged"}
+    for reason in accusing:
         assert (reason.world_rank, reason.node, reason.phase) == (1, "b", RankPhase.DP_SYNC)
         assert (reason.parameter, reason.element) == (BIAS.parameter, BIAS.element)
         assert "at fault: world_rank 1 on b" in reason.message

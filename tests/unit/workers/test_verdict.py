@@ -151,14 +151,17 @@ def test_a_divergence_names_whose_share_is_missing() -> None:
     change = with_row(diverged_elements=1, unexpected_elements=1, deviations=(dropped, *others))
     message = assert_turns(change, at(OWN_BUCKET), Verdict.FAIL, "subject_diverged").reasons[0].message
     assert "world_rank 2's lm_head share is missing from 1 elements of wte on world_rank 0" in message
-    assert message.endswith("; 1 more stories there.")
+    assert "; 1 more stories there. First wrong in tie; at fault: world_rank 0." in message
 
 
 def test_a_local_gradient_far_from_its_replay_names_its_rank() -> None:
     local = Deviation(DeviationKind.LOCAL, (Contributor(End.LM_HEAD, 1, 3),), 1, None, 0.0, 7, 5)
     change = with_row(reference_exceeded_elements=5, deviations=(local,))
-    message = assert_turns(change, at(FIXED), Verdict.FAIL, "reference_exceeded").reasons[0].message
-    assert "world_rank 3's lm_head share was wrong before any synchronisation" in message
+    specs = planned()
+    judgement = judge(specs, changed(healthy(specs), at(FIXED), change))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["local_gradient_wrong", "reference_exceeded"])
+    assert "world_rank 3's lm_head share was wrong before any synchronisation" in judgement.reasons[1].message
+    assert {reason.world_rank for reason in judgement.reasons} == {3}
 
 
 def test_a_pass_says_where_the_rank_code_had_no_room() -> None:
@@ -461,3 +464,74 @@ def test_no_damage_to_a_subject_is_ever_green(_: str, change: Change, world_rank
     assert judgement.verdict is not Verdict.PASS
     assert not summary_of(judgement, GPT, OWN_BUCKET).ok
     assert summary_of(judgement, GPT, BUGGY).ok
+
+
+def with_norm(report: StepReport, **changes: Any) -> StepReport:
+    assert report.grad_norm is not None
+    return replace(report, grad_norm=replace(report.grad_norm, **changes))
+
+
+@pytest.mark.parametrize("ordering", [BUGGY, OWN_BUCKET])
+def test_ranks_with_another_norm_fail_whatever_the_ordering(ordering: OrderingName) -> None:
+    specs = planned()
+    tampered = changed(
+        healthy(specs),
+        lambda report: report.ordering is ordering and report.world_rank == 3,
+        lambda report: with_norm(report, value=2.5000000000000004),
+    )
+    judgement = judge(specs, tampered)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["grad_norm_disagrees"])
+    assert "the rank on world_rank 3 in repeat 0, step 0" in judgement.reasons[0].message
+
+
+@pytest.mark.parametrize("value", [2.5 + 2e-9, 2.5 - 2e-9, inf])
+def test_a_subjects_norm_outside_its_bound_fails(value: float) -> None:
+    specs = planned()
+    shared = [
+        with_norm(report, value=value) if (report.ordering, report.probe, report.step) == (FIXED, GPT, 0) else report
+        for report in healthy(specs)
+    ]
+    judgement = judge(specs, shared)
+    assert judgement.verdict is Verdict.FAIL
+    assert codes(judgement)[-1] == "grad_norm_wrong"
+    trial = next(t for t in judgement.trials if (t.probe, t.ordering) == (GPT, FIXED))
+    assert (trial.ok, trial.grad_norm) == (False, 2.5)
+    assert trial.grad_norm_max_error == abs(value - 2.5)
+
+
+def test_a_norm_within_its_bound_is_right() -> None:
+    specs = planned()
+    shared = [with_norm(report, value=2.5 + 5e-10) if report.ordering is FIXED else report for report in healthy(specs)]
+    assert judge(specs, shared).verdict is Verdict.PASS
+
+
+def test_a_norm_that_is_nan_everywhere_is_not_finite() -> None:
+    specs = planned()
+    judgement = judge(specs, [with_norm(report, value=nan) for report in healthy(specs)])
+    assert judgement.verdict is Verdict.FAIL
+    assert {"non_finite", "grad_norm_wrong"} == set(codes(judgement))
+
+
+@pytest.mark.parametrize("lost", ["norm", "reference"])
+def test_a_norm_that_nobody_judged_is_no_pass(lost: str) -> None:
+    specs = planned()
+
+    def lose(report: StepReport) -> StepReport:
+        if lost == "norm":
+            return replace(report, grad_norm=None)
+        return with_norm(report, reference=None, allowed_error=None)
+
+    reports = [lose(report) if (report.probe, report.step) == (EXACT, 1) else report for report in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, set(codes(judgement))) == (Verdict.INCONCLUSIVE, {"grad_norm_not_judged"})
+
+
+def test_a_slow_rank_is_noticed_and_decides_nothing() -> None:
+    specs = planned()
+    seconds = {0: 0.05, 1: 0.35, 2: 0.05, 3: 0.05}
+    reports = [
+        replace(report, compute_seconds={"forward_backward": seconds[report.world_rank]}) for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports)
+    assert judgement.verdict is Verdict.PASS
+    assert [(one.code, one.world_rank) for one in judgement.observations] == [("straggler", 1)]
