@@ -237,6 +237,7 @@ def _with_leak(detail: FailureDetail, leak: str) -> FailureDetail:
 
 
 def _interrupted(message: Failed | Cancelled | Requeue) -> str:
-    whys = {Failed: "it broke", Cancelled: "the validation was cancelled"}
-    why = message.message if isinstance(message, Requeue) else whys[type(message)]
+    why = message.message if isinstance(message, Requeue) else "it broke"
+    if isinstance(message, Cancelled):
+        why = "the validation was cancelled" + (f"; left behind: {message.leak}" if message.leak else "")
     return f"the repeat with the ranks in other seats came to no end: {why}"

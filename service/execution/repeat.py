@@ -6,6 +6,7 @@ first run is left in them. It can only explain a verdict: nothing that happens h
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,9 +83,9 @@ async def run_elsewhere(
     await gang.join(names)
     await gang.run(failure.trials, reports.extend)
     seats = seats_of(gang.fingerprints)
-    again = failure_of(failure.trials, reports)
     nodes = {world_rank: seat.node for world_rank, seat in enumerate(seats)}
-    judgement = judge(failure.trials, reports, nodes)
+    again = await asyncio.to_thread(failure_of, failure.trials, reports)
+    judgement = await asyncio.to_thread(judge, failure.trials, reports, nodes)
     if missing := [trial for trial in judgement.trials if trial.missing_reports]:
         return Repeated(
             unknown(f"the repeat with the ranks in other seats lacks reports of {missing[0].probe.value}"), seats
