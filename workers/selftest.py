@@ -48,7 +48,7 @@ class Exercise:
     @property
     def title(self) -> str:
         """How tables name it."""
-        by_chance = "" if self.probability == 1 else f" (p={self.probability}, {RARE_REPEATS} repeats)"
+        by_chance = "" if self.probability == 1 else f" p={self.probability} x{RARE_REPEATS}"
         return f"{self.fault.name.value}{by_chance}"
 
     def trials(self, mesh: Mesh) -> tuple[TrialSpec, ...]:
@@ -85,6 +85,10 @@ class Finding:
     mismatches: tuple[str, ...]
     """What is not as expected, in words; empty where all is."""
     is_exercised: bool = True
+    reported: str = ""
+    """Observations about other ranks' settings or slowness, in words."""
+    reported_as: str | None = None
+    """The code of the observation that is expected."""
 
     @property
     def ok(self) -> bool:
@@ -145,6 +149,7 @@ def conclude(
     exercise: Exercise, expected: Attribution, said: GangOutcome, specs: Sequence[TrialSpec], nodes: Sequence[str]
 ) -> Finding:
     """Hold what a gang said of an exercise against what is expected of it. Pure."""
+    reported = ""
     if said.failures or said.absent:
         outcome, found = "error", _of_error(said, nodes)
         mismatches = [] if exercise.fault.outcome is Outcome.ERROR else [f"the gang broke: {said.failures[:1]}"]
@@ -152,9 +157,21 @@ def conclude(
         judgement = judge(specs, said.reports, dict(enumerate(nodes)))
         outcome, found = judgement.verdict.value, attribution_of(judgement.reasons)
         mismatches = list(_verdict_mismatches(exercise, judgement, said.reports))
+        told = {(each.code, each.world_rank) for each in judgement.observations}
+        reported = ", ".join(f"{code} {world_rank}" for code, world_rank in sorted(told, key=str))
     mismatches += _place_mismatches(exercise.fault, expected, found)
     fault = exercise.fault
-    return Finding(exercise.title, exercise.world_rank, outcome, found, fault.outcome, expected, tuple(mismatches))
+    return Finding(
+        title=exercise.title,
+        world_rank=exercise.world_rank,
+        outcome=outcome,
+        found=found,
+        expected_outcome=fault.outcome,
+        expected=expected,
+        mismatches=tuple(mismatches),
+        reported=reported if fault.reported_as else "",
+        reported_as=fault.reported_as,
+    )
 
 
 def attribution_of(reasons: Sequence[Reason]) -> Attribution:

@@ -14,12 +14,14 @@ QUIET = [name for name, fault in FAULTS.items() if fault.outcome is not Outcome.
 def assert_as_expected(findings: list[Finding]) -> None:
     assert findings
     assert [(each.title, each.world_rank, each.mismatches) for each in findings if not each.ok] == []
-    assert all(each.is_exercised for each in findings)
 
 
 @pytest.mark.parametrize("world_rank", range(4))
 def test_every_fault_on_every_rank(world_rank: int) -> None:
-    assert_as_expected(run_selftest(Mesh(2, 2), QUIET, [world_rank]))
+    findings = run_selftest(Mesh(2, 2), QUIET, [world_rank])
+    assert_as_expected(findings)
+    skipped = {each.title for each in findings if not each.is_exercised}
+    assert skipped == (set() if world_rank >= 2 else {FaultName.NORM_COUNTS_TIED_TWICE.value})
 
 
 @pytest.mark.parametrize("fault", [FaultName.RAISE_IN, FaultName.KILL_IN])
