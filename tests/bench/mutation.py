@@ -14,11 +14,12 @@ import ast
 import copy
 import importlib
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
-HUNG = -9
+CPU_LIMIT_S = 120
+"""Of one run of the narrow tests: a broken loop ends here, however busy the machine is."""
+HUNG = -signal.SIGXCPU
 
 TESTS = {
     "grad_sync": (
@@ -43,13 +45,14 @@ TESTS = {
         "tests/unit/workers/test_grad_sync.py",
     ),
     "divergence": (
-        "tests/unit/workers/test_virtual.py",
-        "tests/unit/workers/test_deviation.py",
         "tests/unit/workers/test_divergence.py",
+        "tests/unit/workers/test_deviation.py",
+        "tests/unit/workers/test_virtual.py",
     ),
 }
-NOT_WITHOUT_PROCESSES = "not gloo_ranks"
-"""The same golden vectors run on virtual ranks, in milliseconds."""
+"""Quick ones first: the first that fails ends it."""
+SELECTED = "not gloo_ranks and not (wide_meshes and 64)"
+"""Of golden vectors that run on processes and on virtual ranks, the latter; and no mesh that takes long."""
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("grad_sync", "all_reduce_tied: if mesh.pp == 1 -> if False"): "a sum over the one member of a group of one",
@@ -207,20 +210,14 @@ class Tree:
         process_id = os.fork()
         if process_id == 0:
             os._exit(self._child(file))
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            ended, status = os.waitpid(process_id, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        os.kill(process_id, 9)
-        os.waitpid(process_id, 0)
-        return HUNG
+        _, status = os.waitpid(process_id, 0)
+        return os.waitstatus_to_exitcode(status)
 
     def _child(self, file: str) -> int:
         import pytest
         import torch
 
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 10))
         torch.set_num_threads(1)
         os.chdir(self.folder)
         sys.path[:0] = [str(self.folder)]
@@ -228,7 +225,7 @@ class Tree:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-k", NOT_WITHOUT_PROCESSES]
+        plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-k", SELECTED]
         return int(pytest.main([*plain, *TESTS[file]]))
 
 
