@@ -238,3 +238,13 @@ def test_the_self_test_of_the_collectives_is_one_line(ok: bool, state: str) -> N
     text = render(*terminal.verdict_lines(validation(collectives=tested)))
     line = f"collectives: all_reduce on dp, world: {state} (1,200 bytes a rank, 2 ms)"
     assert text.splitlines()[-1].strip() == line
+
+
+def test_a_repeat_in_other_seats_is_told_as_it_happens() -> None:
+    at = "2026-01-01T00:00:00Z"
+    begun = {"trials": ["exact/fixed"], "suspects": [1], "nodes": ["node-b", "node-a"]}
+    line = render(terminal.event_line("repeating_elsewhere", at, begun, None))
+    assert "exact/fixed failed; now with the ranks on node-b node-a" in line
+    ended = {"cause": "hardware", "message": "the fault stays on node-a", "node": "node-a", "seats": [], "seconds": 3.0}
+    line = render(terminal.event_line("repeated_elsewhere", at, ended, None))
+    assert "cause hardware: the fault stays on node-a" in line
