@@ -10,11 +10,11 @@ import pytest
 from gloo_world import run_world
 from torch import Tensor
 
+from workers import step
 from workers.communicator import Finished, Pending, ProcessGroups
 from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, RankFailure, StepReport, TrialSpec
 from workers.mesh import Members
 from workers.session import first_cause
-from workers.step import RankTrial
 
 # Both buckets of own_bucket are of one size on the first stage: the tied weight, and a layer of as many elements.
 MODEL = ModelSpec(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, seq_len=16)
@@ -46,17 +46,11 @@ class Shorter(ProcessGroups):
 def run_with(session: Any, spec: TrialSpec, kind: type[ProcessGroups] | None, guilty: int) -> list[Any]:
     if kind is None or session.world_rank != guilty:
         return list(session.run([spec]))
-    struck = RankTrial._struck
-
-    def swapped(trial: RankTrial, communicator: ProcessGroups) -> ProcessGroups:
-        communicator.__class__ = kind
-        return communicator
-
-    RankTrial._struck = swapped  # type: ignore[assignment, method-assign]
+    step.ProcessGroups = kind  # type: ignore[misc]
     try:
         return list(session.run([spec]))
     finally:
-        RankTrial._struck = struck  # type: ignore[method-assign]
+        step.ProcessGroups = ProcessGroups  # type: ignore[misc]
 
 
 def failures_with(mesh: Mesh, kind: type[ProcessGroups], guilty: int, **changes: Any) -> list[RankFailure]:
