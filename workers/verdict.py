@@ -79,6 +79,12 @@ def judge(
     return Judgement(verdict, reasons, tuple(summaries), observations)
 
 
+def failing(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> tuple[Evidence, ...]:
+    """The probes and orderings that make the verdict of these reports `fail`."""
+    gathered = collect(trials, sift(trials, reports).accepted)
+    return tuple(evidence for evidence in gathered if any(_findings(evidence)))
+
+
 def _conclude(
     failures: list[Reason], doubts: list[Reason], gathered: tuple[Evidence, ...]
 ) -> tuple[Verdict, tuple[Reason, ...]]:

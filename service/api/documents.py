@@ -17,7 +17,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
-from service.domain.validation import Cause, State, Validation
+from service.domain.cause import Cause
+from service.domain.validation import State, Validation
 from workers.contract import DeviationKind, End, JudgeName, OrderingName, Phase, ProbeName, RankPhase, Role, Verdict
 from workers.encoding import dumps, plain
 
@@ -98,6 +99,8 @@ class ValidationDocument(Document):
     verdict: Verdict | None
     """Set exactly when the state is `completed`."""
     cause: Cause | None
+    """Of a failed verdict, what it followed when its trials were repeated with the ranks in other seats; the reason
+    `cause_...` says what was tried, and names the node of `hardware`."""
     reasons: list[ReasonDocument]
     observations: list[ObservationDocument]
     """Of a completed validation: stragglers and the like; they never change the verdict."""
