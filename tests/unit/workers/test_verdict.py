@@ -541,14 +541,14 @@ def test_a_slow_rank_is_noticed_and_decides_nothing() -> None:
     assert [(one.code, one.world_rank) for one in judgement.observations] == [("straggler", 1)]
 
 
-def tested_row(**changes: Any) -> CollectiveRow:
+def collective_row(**changes: Any) -> CollectiveRow:
     row = CollectiveRow("dp", (0, 1), Primitive.ALL_REDUCE, CollectiveOp.SUM, (1, 9), 40, 0.5, 0, None)
     return replace(row, **changes)
 
 
 def test_self_tests_are_added_up_and_a_rank_without_one_is_a_doubt() -> None:
     specs = planned()
-    reports = [replace(report, collectives=(tested_row(),)) for report in healthy(specs)]
+    reports = [replace(report, collectives=(collective_row(),)) for report in healthy(specs)]
     judgement = judge(specs, reports)
     assert judgement.verdict is Verdict.PASS
     (summary,) = judgement.collectives
@@ -560,9 +560,10 @@ def test_self_tests_are_added_up_and_a_rank_without_one_is_a_doubt() -> None:
 
 def test_a_wrong_collective_fails_and_names_everything() -> None:
     specs = planned()
-    wrong = tested_row(wrong_elements=2, first_wrong=CollectiveFault(9, 8, 770.0, 513.0, 1))
+    wrong = collective_row(wrong_elements=2, first_wrong=CollectiveFault(9, 8, 770.0, 513.0, 1))
     reports = [
-        replace(report, collectives=(wrong if report.world_rank == 1 else tested_row(),)) for report in healthy(specs)
+        replace(report, collectives=(wrong if report.world_rank == 1 else collective_row(),))
+        for report in healthy(specs)
     ]
     judgement = judge(specs, reports)
     assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["collective_wrong"])
