@@ -30,6 +30,7 @@ TIMEOUT_S = 180
 TESTS = {
     "grad_sync": (
         "tests/unit/workers/test_grad_sync.py",
+        "tests/unit/workers/test_wire.py",
         "tests/golden/test_final.py",
         "tests/unit/workers/test_virtual.py",
     ),
@@ -43,6 +44,7 @@ TESTS = {
         "tests/unit/workers/test_virtual.py",
         "tests/unit/workers/test_deviation.py",
         "tests/unit/workers/test_divergence.py",
+        "tests/unit/workers/test_wire.py",
     ),
 }
 NOT_WITHOUT_PROCESSES = "not gloo_ranks"
