@@ -147,6 +147,9 @@ def validate(
     steps: Annotated[int | None, typer.Option(help="Training steps a trial.", show_default="2")] = None,
     repeats: Annotated[int | None, typer.Option(help="Repeats, each with its own seed.", show_default="1")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the gpt probe.", show_default="float32")] = None,
+    grad_reduce_dtype: Annotated[
+        Dtype | None, typer.Option(help="In what gradients are summed over dp.", show_default="float32")
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Where ranks compute.", show_default="auto")] = None,
     launcher: Annotated[Launcher | None, typer.Option(help="Who starts the ranks.", show_default="pool")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data.", show_default="0")] = None,
@@ -179,6 +182,7 @@ def validate(
         steps=steps,
         repeats=repeats,
         dtype=dtype,
+        grad_reduce_dtype=grad_reduce_dtype,
         device=device,
         launcher=launcher,
         seed=seed,

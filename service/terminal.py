@@ -219,10 +219,14 @@ def _divergence_cells(world_rank: int, end: str, rows: Sequence[Row]) -> Iterato
     yield figure(predicted)
     yield figure(largest(row["max_abs_error"] for row in rows))
     yield figure(largest(row["max_error_over_bound"] for row in rows))
-    yield " ".join(dict.fromkeys(_ratio(row["ratio_to_expected"]) for row in rows))
+    yield " ".join(dict.fromkeys(_ratio(row) for row in rows))
 
 
-def _ratio(value: Any) -> str:
+def _ratio(row: Row) -> str:
+    """A rank that owns nothing of an end has nothing to compare."""
+    value = row["ratio_to_expected"]
+    if not row["owned_elements"]:
+        return "-"
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 

@@ -219,6 +219,7 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         steps=options.steps,
         repeats=options.repeats,
         dtype=options.dtype,
+        grad_reduce_dtype=options.grad_reduce_dtype,
         device=options.device,
         seed=options.seed,
         drill=options.drill,
@@ -251,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", type=_choice(Dtype), default=Dtype.FLOAT32, help=", ".join(Dtype))
+    parser.add_argument("--grad-reduce-dtype", type=_choice(Dtype), default=Dtype.FLOAT32, help=", ".join(Dtype))
     parser.add_argument("--device", type=_choice(Device), default=Device.AUTO, help=", ".join(Device))
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
     parser.add_argument("--seed", type=int, default=0)

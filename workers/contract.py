@@ -35,7 +35,7 @@ class ProbeName(StrEnum):
 
 
 class Dtype(StrEnum):
-    """The dtype of a gpt trial's parameters and activations; main_grad is always float32."""
+    """Of a gpt trial's parameters and activations, or of sums over the replicas; main_grad is always float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -241,6 +241,8 @@ class TrialSpec:
     """Whether the collective over dp averages, instead of every bucket being scaled before its sum."""
     normalization: Normalization = Normalization.MICROBATCHES
     dtype: Dtype = Dtype.FLOAT32
+    grad_reduce_dtype: Dtype = Dtype.FLOAT32
+    """What buckets are cast to for their sum over dp (`workers.wire`)."""
     device: Device = Device.CPU
     steps: int = 2
     repeat: int = 0

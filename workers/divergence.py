@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
-from workers.contract import DivergenceRow, End, ProbeName, TiedRow
+from workers.contract import DivergenceRow, Dtype, End, ProbeName, TiedRow
 from workers.contributions import Mixture
 from workers.deviation import Attribution
 from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
@@ -29,9 +29,10 @@ from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
 from workers.mesh import Members, end_of
+from workers.wire import SMALLEST_SUBNORMALS, UNIT_ROUNDOFFS
 
-UNIT_ROUNDOFF = 2.0**-24
-SMALLEST_SUBNORMAL = 2.0**-149
+UNIT_ROUNDOFF = UNIT_ROUNDOFFS[Dtype.FLOAT32]
+SMALLEST_SUBNORMAL = SMALLEST_SUBNORMALS[Dtype.FLOAT32]
 DOUBLE_ROUNDOFF = 2.0**-53
 
 
@@ -221,7 +222,8 @@ class _Owner:
         wrong_n = diverged & ~((synced - terms.sum(dim=0)).abs() <= bound)
         if wrong_n.any():
             elements_n = element_ids(piece.intervals, wrong_n.device)
-            self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
+            wire = self._expectation.prescale.wire
+            self._attribution.add(Wrong(elements_n, synced, terms, bound, wire.dtype).only(wrong_n))
 
     def _judge_reference(
         self,
@@ -327,18 +329,20 @@ _SUMS = ("value", "value_squared", "truth_squared", "value_truth", "error_square
 
 
 def rounding_bound(magnitude_n: Tensor, num_terms: int, prescale: Prescale) -> Tensor:
-    """Largest |float32 sum - exact sum| that rounding can cause, in any order, with each term or partial sum scaled.
+    """Largest |computed sum - exact sum| that rounding can cause, in any order, with each term or partial sum scaled.
 
     `magnitude_n` is the float64 sum of |scaled terms|. Scaling costs nothing where the divisor is a power of two, else
     two roundings: of the inverse and of the product. A division would cost one, but CUDA divides by a number by
-    multiplying with its inverse. One subnormal a term covers underflow. The truth's own float64 error (factor, product,
+    multiplying with its inverse. One subnormal a term covers underflow. Where replicas are summed in another dtype than
+    float32 (`prescale.wire`) that error is put on top. The truth's own float64 error (factor, product,
     sum, and a second sum for what is predicted to be missing) is added.
     """
     extra = 0 if prescale.divisor & (prescale.divisor - 1) == 0 else 2
     roundings = num_terms - 1 + extra
     second_order = 1 + 2 * (num_terms + extra) * UNIT_ROUNDOFF
     relative = roundings * UNIT_ROUNDOFF * second_order + (2 * num_terms + 4) * DOUBLE_ROUNDOFF
-    return magnitude_n * relative + num_terms * SMALLEST_SUBNORMAL
+    relative += (1 + relative) * prescale.wire.relative_error
+    return magnitude_n * relative + num_terms * SMALLEST_SUBNORMALS[prescale.wire.dtype]
 
 
 def element_at(intervals: Intervals, position: int) -> int:

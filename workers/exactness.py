@@ -1,15 +1,21 @@
-"""How large the exact probe's sums can become, and how much of float32's exact range is left for the rank code.
+"""How large the exact probe's sums can become, and how much of the exact range is left for the rank code.
 
-Pure bounds from sizes alone, for the plan, the live step and the verdict alike. `workers.reference` asserts the real
-sums in int64 on top of this.
+Summed over the replicas in bfloat16 they must fit into 8 bits. Where those of all replicas do not, replicas take turns:
+in one step only some have targets that weigh anything, in the next others, and every sum stays exact. Pure bounds from
+sizes alone, for the plan, the live step and the verdict alike. `workers.reference` asserts the real sums in int64 on
+top of this.
 """
 
 from __future__ import annotations
 
-from workers.contract import BatchSpec, ModelSpec, Normalization, TrialSpec
+from workers.contract import BatchSpec, Dtype, ModelSpec, Normalization, TrialSpec
 
 EXACT_LIMIT = 1 << 24
 """Float32 holds every integer up to here, so sums below it are exact in any order."""
+WIRE_LIMITS = {Dtype.FLOAT32: EXACT_LIMIT, Dtype.BFLOAT16: 1 << 8}
+"""The same where replicas are summed."""
+UNIT_RATIO = 8
+"""Of the emptiest rank's unit to the fullest's, where ranks divide by their own tokens (`workers.padding`)."""
 CODE_DIGITS = (4, 2, 1)
 """Digits of the rank code that an element may carry, most first; each takes two bits of the exact range."""
 
@@ -23,24 +29,41 @@ def tied_bound(model: ModelSpec, batch: BatchSpec, dp: int) -> int:
     """The same for the tied weight, both ends together.
 
     Weights and upstream gradients are at most 2, biases at most 1, A is a permutation and B spreads hi evenly over lo
-    (`workers.models.exact`): an output is at most 2 + 2 layers, a column's gradient at most 4, and each layer adds at
-    most `fan` times that to lo's. Token ids are spread evenly over the vocabulary.
+    (`workers.models.exact`): each end gives a column of lo or hi at most 4, and a layer adds at most 4 to hi's output
+    and `fan` times that to lo's gradient. Token ids are spread evenly over the vocabulary.
     """
     tokens_per_id = -(-_num_tokens(model, batch) // model.vocab_size)
-    wte, lm_head = 4 + 4 * _fan(model) * model.num_layers, 2 * (2 + 2 * model.num_layers)
-    return dp * tokens_per_id * (wte + lm_head)
+    return dp * tokens_per_id * (8 + 4 * _fan(model) * model.num_layers)
 
 
 def code_digits(spec: TrialSpec) -> int:
     """Contributors that can sign one element of a trial's tied gradient; 0 where the rank code has no room.
 
     Every contribution is multiplied by 4^digits to make room, so that the largest sum, code included, must stay
-    within `EXACT_LIMIT`: the most digits that fit are taken. All meshes of the product's own sizes have room for some
-    (4 on small meshes, 2 for 16 x 64 ranks); a request for a very large model or batch may have none.
+    within `EXACT_LIMIT`, and on the wire within its dtype's: the most digits that fit are taken. All meshes of the
+    product's own sizes have room for some (4 on small meshes, 2 for 16 x 64 ranks, 1 in bfloat16 up to pp=5); a request
+    for a very large model or batch may have none.
     """
     replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective, spec.normalization)
-    largest = tied_bound(spec.model, spec.batch, replicas)
-    return next((digits for digits in CODE_DIGITS if coded_bound(largest, digits) <= EXACT_LIMIT), 0)
+    summed = replicas_at_once(spec.model, spec.batch, spec.mesh.dp, spec.grad_reduce_dtype)
+    summed *= UNIT_RATIO if spec.normalization is Normalization.NUM_TOKENS else 1
+    held, carried = (tied_bound(spec.model, spec.batch, number) for number in (replicas, summed))
+    wire_limit = WIRE_LIMITS[spec.grad_reduce_dtype]
+    fits = (d for d in CODE_DIGITS if coded_bound(held, d) <= EXACT_LIMIT and coded_bound(carried, d) <= wire_limit)
+    return next(fits, 0)
+
+
+def replicas_at_once(model: ModelSpec, batch: BatchSpec, dp: int, grad_reduce_dtype: Dtype) -> int:
+    """Replicas that give something to the sums of one step: all in float32, else as many as fit (at least 1)."""
+    if grad_reduce_dtype is Dtype.FLOAT32:
+        return dp
+    return min(dp, max(1, WIRE_LIMITS[grad_reduce_dtype] // exact_bound(model, batch, 1)))
+
+
+def takes_part(spec: TrialSpec, step: int, dp_rank: int) -> bool:
+    """Whether a replica of the exact probe gives something in this step."""
+    at_once = replicas_at_once(spec.model, spec.batch, spec.mesh.dp, spec.grad_reduce_dtype)
+    return (dp_rank - step * at_once) % spec.mesh.dp < at_once
 
 
 def summed_replicas(dp: int, average_in_collective: bool, normalization: Normalization) -> int:
@@ -48,10 +71,10 @@ def summed_replicas(dp: int, average_in_collective: bool, normalization: Normali
 
     Where the collective averages, a share that is not summed stays undivided: as large as the power of two that stands
     for dp, in units of what is. Where ranks divide by their own valid tokens, the emptiest rank's unit is up to 8 times
-    the fullest's (`workers.padding`, rounded to powers of two).
+    the fullest's (rounded to powers of two).
     """
     if normalization is Normalization.NUM_TOKENS:
-        return 8 * dp
+        return UNIT_RATIO * dp
     return 1 << (dp - 1).bit_length() if average_in_collective else dp
 
 

@@ -17,10 +17,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from workers.contract import DeviationKind
+from workers.contract import DeviationKind, Dtype
 from workers.exactness import EXACT_LIMIT
 from workers.exchange import Expectation
 from workers.multiplicity import SIMPLE, fit
+from workers.wire import UNIT_ROUNDOFFS
 
 _MAX_ROUNDS = 8
 _MAX_DENOMINATOR = 4096
@@ -42,18 +43,22 @@ class Wrong:
     """What each contributor gave, scaled as the sum is."""
     bound_n: Tensor
     """The largest rounding error of each value; 0 for exact."""
+    summed_in: Dtype = Dtype.FLOAT32
+    """What replicas' sums are rounded to."""
 
     def __len__(self) -> int:
         return self.elements_n.numel()
 
     def only(self, mask_n: Tensor) -> Wrong:
         """Those of a mask."""
-        return Wrong(self.elements_n[mask_n], self.values_n[mask_n], self.terms_Cn[:, mask_n], self.bound_n[mask_n])
+        terms_Cn, bound_n = self.terms_Cn[:, mask_n], self.bound_n[mask_n]
+        return Wrong(self.elements_n[mask_n], self.values_n[mask_n], terms_Cn, bound_n, self.summed_in)
 
     @property
     def rounding_n(self) -> Tensor:
-        """What float32 can lose in terms and additions: exact's too, where a factor is no power of two."""
-        return self.bound_n.maximum(self.terms_Cn.abs().sum(dim=0) * (len(self.terms_Cn) + 3) * 2.0**-24)
+        """What can be lost in terms and additions: exact's too, where a factor is no power of two."""
+        unit = UNIT_ROUNDOFFS[self.summed_in]
+        return self.bound_n.maximum(self.terms_Cn.abs().sum(dim=0) * (len(self.terms_Cn) + 3) * unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import Coordinates, Mesh, NormRow, ProbeName, TrialSpec
-from workers.divergence import DOUBLE_ROUNDOFF, SMALLEST_SUBNORMAL, rounding_bound
+from workers.divergence import DOUBLE_ROUNDOFF, rounding_bound
 from workers.faults import data_of
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
@@ -25,6 +25,7 @@ from workers.mesh import Members, dp_members, pp_members, world_members
 from workers.parameters import OUTPUT_LAYER
 from workers.reference import replay_gradient
 from workers.stacks.protocol import Stack
+from workers.wire import SMALLEST_SUBNORMALS
 
 BLOCK_ELEMENTS = 1 << 15
 """Elements squared in float64 at a time: one block's double copy stays in a core's cache."""
@@ -95,7 +96,7 @@ class NormReference:
             return NormRow(value, reference, adding)
         magnitude = torch.tensor(self.contributions * scale.factor + floor, dtype=torch.float64)
         rounding = float(rounding_bound(magnitude, num_terms, scale))
-        underflow = num_terms * SMALLEST_SUBNORMAL * math.sqrt(self.num_elements)
+        underflow = num_terms * SMALLEST_SUBNORMALS[scale.wire.dtype] * math.sqrt(self.num_elements)
         return NormRow(value, reference, rounding + underflow + floor + adding)
 
 

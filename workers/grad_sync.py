@@ -9,24 +9,25 @@ judge.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from workers.communicator import Communicator, Pending, part
-from workers.contract import Mesh, Normalization, Phase, ProbeName, TrialSpec
+from workers.contract import Dtype, Mesh, Normalization, Phase, ProbeName, TrialSpec
 from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
 from workers.mesh import Members, dp_members, pp_members, tie_members
 from workers.orderings import Ordering, SyncPhase, ordering_of
 from workers.padding import valid_tokens
+from workers.wire import FLOAT32_WIRE, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class Prescale:
-    """The factor 1/divisor put on every bucket before its sum; `kind` decides how it is rounded.
+    """The factor 1/divisor put on every bucket before its sum, on the wire; `kind` decides how it is rounded.
 
     With `in_collective` the collective averages: nothing is scaled before, and only what was summed is divided, so that
     what a rank does not own keeps the whole of its local value. Source: Megatron-LM's `average_in_collective`.
@@ -35,6 +36,7 @@ class Prescale:
     kind: PrescaleKind
     divisor: int
     in_collective: bool = False
+    wire: Wire = FLOAT32_WIRE
 
     def apply(self, bucket_N: Tensor) -> None:
         """Scale a bucket before its sum, in place."""
@@ -73,15 +75,20 @@ def prescale_of(spec: TrialSpec) -> Prescale:
     """What a trial does to every bucket before its sum: nothing where the sum is divided by its valid tokens."""
     ordering = ordering_of(spec)
     if SyncPhase.NUM_TOKENS_SCALE in ordering.phases:
-        return Prescale(ordering.rule.prescale, 1)
-    return prescale_for(ordering, spec.probe, spec.mesh.dp, spec.average_in_collective)
+        prescale = Prescale(ordering.rule.prescale, 1)
+    else:
+        prescale = prescale_for(ordering, spec.probe, spec.mesh.dp, spec.average_in_collective)
+    if spec.grad_reduce_dtype is Dtype.FLOAT32:
+        return prescale
+    return replace(prescale, wire=Wire(spec.grad_reduce_dtype, spec.mesh.dp, prescale.divisor))
 
 
 def scale_of(spec: TrialSpec) -> Prescale:
     """What the true sum of all local gradients is divided by in a trial, whatever its ordering makes of it."""
     if spec.normalization is Normalization.MICROBATCHES:
         return prescale_of(spec)
-    return Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, token_divisor(spec.probe, sum(valid_tokens(spec))))
+    divisor = token_divisor(spec.probe, sum(valid_tokens(spec)))
+    return Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, divisor, wire=prescale_of(spec).wire)
 
 
 def token_divisor(probe: ProbeName, num_tokens: int) -> int:
@@ -169,14 +176,15 @@ def start_bucket(
     prescale: Prescale,
 ) -> Pending:
     """Scale one bucket [N] on the hosted replicas and start its sum, in place. All of `members` must start it."""
-    for bucket_N in buckets.values():
-        prescale.apply(bucket_N)
+    carried = {rank: prescale.wire.load(bucket_N) for rank, bucket_N in buckets.items()}
+    for carried_N in carried.values():
+        prescale.apply(carried_N)
     if phase is SyncPhase.DP_REDUCE_SCATTER:
-        started = communicator.start_reduce_scatter(members, buckets)
-        summed = [part(bucket_N, members.index(rank), len(members)) for rank, bucket_N in buckets.items()]
+        started = communicator.start_reduce_scatter(members, carried)
+        summed = [part(carried_N, members.index(rank), len(members)) for rank, carried_N in carried.items()]
     else:
-        started, summed = communicator.start_all_reduce(members, buckets), list(buckets.values())
-    return _Settling(started, summed, prescale)
+        started, summed = communicator.start_all_reduce(members, carried), list(carried.values())
+    return _Settling(started, summed, [(carried[rank], buckets[rank]) for rank in buckets], prescale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +193,8 @@ class _Settling:
 
     started: Pending
     summed: list[Tensor]
+    carried: list[tuple[Tensor, Tensor]]
+    """What is on the wire, and the bucket it came from."""
     prescale: Prescale
 
     def wait(self) -> None:
@@ -192,6 +202,8 @@ class _Settling:
         self.started.wait()
         for summed_n in self.summed:
             self.prescale.settle(summed_n)
+        for carried_N, bucket_N in self.carried:
+            self.prescale.wire.unload(carried_N, bucket_N)
 
 
 def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator) -> None:

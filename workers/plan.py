@@ -13,6 +13,7 @@ from workers.contract import (
     BatchSpec,
     Device,
     Drill,
+    Dtype,
     Mesh,
     ModelSpec,
     Normalization,
@@ -21,7 +22,15 @@ from workers.contract import (
     Schedule,
 )
 from workers.errors import LayoutAssertionError
-from workers.exactness import EXACT_LIMIT, exact_bound, summed_replicas
+from workers.exactness import (
+    EXACT_LIMIT,
+    UNIT_RATIO,
+    WIRE_LIMITS,
+    code_digits,
+    exact_bound,
+    replicas_at_once,
+    summed_replicas,
+)
 from workers.experiment import (
     ExperimentSpec,
     default_batch,
@@ -310,6 +319,28 @@ def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
         path = ("probes", spec.probes.index(ProbeName.EXACT))
         rule = f"its sums could reach {bound}, above {EXACT_LIMIT}, where float32 stops being exact"
         yield Violation(path, ProbeName.EXACT.value, rule, "use fewer tokens a step, fewer layers or a smaller dp")
+    elif spec.grad_reduce_dtype is not Dtype.FLOAT32:
+        yield from _exact_wire_violations(spec)
+
+
+def _exact_wire_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    """Integers that one replica's terms outgrow, units that differ, or replicas whose turn would never come."""
+    dtype, dp = spec.grad_reduce_dtype, spec.mesh.dp
+    trial = trials(replace(spec, repeats=1, probes=(ProbeName.EXACT,)), Device.CPU)[0]
+    limit, bound = WIRE_LIMITS[dtype], exact_bound(trial.model, trial.batch, 1)
+    at_once = replicas_at_once(trial.model, trial.batch, dp, dtype)
+    if at_once * bound > limit or at_once < min(dp, 2):
+        rule = f"{dtype.value} sums are exact up to {limit} and the exact probe's could reach {min(dp, 2) * bound}"
+        remedy = "name a model, use fewer tokens a step or layers, leave exact out, or set grad_reduce_dtype to float32"
+        yield Violation(("grad_reduce_dtype",), dtype.value, rule, remedy)
+    elif OrderingName.MEAN_OF_MEANS in spec.orderings and at_once * bound * UNIT_RATIO > limit:
+        path = ("orderings", spec.orderings.index(OrderingName.MEAN_OF_MEANS))
+        rule = f"ranks divide by their own tokens before sums that are exact up to {limit} only, in {dtype.value}"
+        remedy = "leave it out, leave exact out, or set grad_reduce_dtype to float32"
+        yield Violation(path, OrderingName.MEAN_OF_MEANS.value, rule, remedy)
+    elif at_once * spec.steps < dp and not code_digits(trial):
+        rule = f"in {dtype.value} the exact probe's {dp} replicas take turns, {at_once} a step, and all must have one"
+        yield Violation(("steps",), spec.steps, rule, f"ask for {-(-dp // at_once)} steps or more")
 
 
 def _held_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from workers.contract import End, ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
-from workers.exactness import EXACT_LIMIT, code_digits, coded_bound
+from workers.exactness import EXACT_LIMIT, WIRE_LIMITS, code_digits, coded_bound, replicas_at_once
 from workers.models import build_stage, exact, microbatch_loss, microbatches
 from workers.parameters import tied_parameter_name
 from workers.rank_code import contributor_index, rank_code
@@ -160,7 +160,7 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
 
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
     lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
-    _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
+    _assert_exact(spec, int((wte_P.abs() + lm_head_P.abs()).max()), largest_inner)
     return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.num_stages == 1 else TiedGradients(wte_P, lm_head_P)
 
 
@@ -239,10 +239,17 @@ def _integer_backward(
 
 def _assert_exact(spec: TrialSpec, largest_tied: int, largest_inner: int) -> None:
     """Signs never cancel, so a rank's largest sum is its sum of |terms|; every rank asserts its share of the mesh."""
-    dp = spec.mesh.dp
+    dp, dtype = spec.mesh.dp, spec.grad_reduce_dtype
     largest = max(coded_bound(largest_tied * dp, code_digits(spec)), largest_inner * dp)
     if largest > EXACT_LIMIT:
         raise ExactnessError(
             f"a gradient's terms may add up to {largest}, above {EXACT_LIMIT}, where float32 stops being exact; "
             f"use fewer tokens a step, fewer layers or a smaller dp (now {dp})"
+        )
+    at_once, limit = replicas_at_once(spec.model, spec.batch, dp, spec.grad_reduce_dtype), WIRE_LIMITS[dtype]
+    largest = max(coded_bound(largest_tied * at_once, code_digits(spec)), largest_inner * at_once)
+    if largest > limit:
+        raise ExactnessError(
+            f"terms of {at_once} replicas may add up to {largest}, above {limit}, where {dtype.value} stops being "
+            f"exact; use fewer tokens a step or fewer layers, or reduce in float32"
         )

@@ -155,6 +155,7 @@ class RankTrial:
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
             probe=spec.probe,
+            grad_reduce_dtype=spec.grad_reduce_dtype,
             num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
         stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)

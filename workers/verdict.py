@@ -15,6 +15,7 @@ from workers.checks.settings import observe_settings
 from workers.checks.stragglers import observe_stragglers
 from workers.contract import (
     DivergenceRow,
+    Dtype,
     Judgement,
     JudgeName,
     Normalization,
@@ -43,7 +44,7 @@ from workers.evidence import (
     unjudged_parameters,
     untied_steps,
 )
-from workers.exactness import code_digits
+from workers.exactness import code_digits, replicas_at_once
 from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
@@ -223,6 +224,19 @@ def _doubts(evidence: Evidence) -> Iterator[Reason]:
         yield Reason("prediction_mismatch", f"{evidence.title}: {message}; the instrument contradicts itself.")
     if evidence.role is Role.CONTROL:
         yield from _control_doubts(evidence)
+    else:
+        yield from _power_doubts(evidence)
+
+
+def _power_doubts(evidence: Evidence) -> Iterator[Reason]:
+    """A judge whose bound is wider than every share would call a sum right that lacks one."""
+    blind = [(report, row) for report, row in evidence.rows() if row.min_detectable_share >= 1]
+    if blind:
+        report, row = max(blind, key=lambda pair: pair[1].min_detectable_share)
+        spec = evidence.spec
+        message = f"rounding in {spec.grad_reduce_dtype.value} may be {row.min_detectable_share:.3g} times the largest"
+        message += f" share of {row.end.value} {_at(report)}, so that a lost one would not be seen"
+        yield Reason("judge_blind", f"{evidence.title}: {message}; reduce in float32, or take a smaller dp.")
 
 
 def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
@@ -311,14 +325,28 @@ def _clean(gathered: Sequence[Evidence]) -> Reason:
     compared = sum(evidence.total("owned_elements") for evidence in subjects)
     predicted = sum(evidence.total("predicted_elements") for evidence in controls)
     right = f"{', '.join(evidence.title for evidence in subjects)} right in all {compared} elements compared"
-    seen = f"{', '.join(evidence.title for evidence in controls)} wrong in exactly the {predicted} predicted"
-    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}{_unsigned(gathered)}.")
+    also = sum(evidence.total("diverged_elements") for evidence in controls) - predicted
+    seen = (
+        f"{', '.join(evidence.title for evidence in controls)} wrong in {'all' if also else 'exactly'} the {predicted}"
+    )
+    seen += f" predicted, and in {also} more whose errors rounding could have hidden" if also else " predicted"
+    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}{_turns(gathered)}{_unsigned(gathered)}.")
 
 
 def _unsigned(gathered: Sequence[Evidence]) -> str:
     """What a request's size took from the exact probe: its answer is as certain, but names are told by size alone."""
     if any(evidence.spec.probe is ProbeName.EXACT and not code_digits(evidence.spec) for evidence in gathered):
-        return "; exact ran without the rank code, for which sums of this size leave no room in float32"
+        dtype = gathered[0].spec.grad_reduce_dtype.value
+        return f"; exact ran without the rank code, for which sums of this size leave no room in {dtype}"
+    return ""
+
+
+def _turns(gathered: Sequence[Evidence]) -> str:
+    """Whether only some replicas of the exact probe gave something in each step."""
+    for spec in (evidence.spec for evidence in gathered if evidence.spec.probe is ProbeName.EXACT):
+        at_once = replicas_at_once(spec.model, spec.batch, spec.mesh.dp, spec.grad_reduce_dtype)
+        if at_once < spec.mesh.dp:
+            return f"; exact's {spec.mesh.dp} replicas took turns, {at_once} a step"
     return ""
 
 
@@ -329,6 +357,8 @@ def _coverage(spec: TrialSpec) -> str:
     named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
     named += ", scatter overlapping backward" if spec.overlap else ""
     named += ", averaged in the collective" if spec.average_in_collective else ""
+    if spec.grad_reduce_dtype is not Dtype.FLOAT32:
+        named += f", summed over dp in {spec.grad_reduce_dtype.value}"
     return named + (", divided by valid tokens" if spec.normalization is Normalization.NUM_TOKENS else "")
 
 

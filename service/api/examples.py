@@ -34,6 +34,10 @@ VALIDATE_REQUESTS: dict[str, dict[str, Any]] = {
         "summary": "Padded batches, gradients divided by all valid tokens; the mean of the ranks' means is a control",
         "value": {"normalization": "num_tokens", "orderings": ["buggy", "mean_of_means", "fixed", "own_bucket"]},
     },
+    "bf16": {
+        "summary": "Gradients are accumulated in float32 and summed over dp in bfloat16",
+        "value": {"dtype": "bfloat16", "grad_reduce_dtype": "bfloat16"},
+    },
     "drill": {
         "summary": "Kill a rank on purpose, to see how a failure is reported",
         "value": {"drill": {"fault": "kill_in_collective", "world_rank": 3, "step": 1}},

@@ -148,6 +148,10 @@ class ValidateRequest(Strict):
     steps: int = Field(default=2, json_schema_extra={"minimum": 1})
     repeats: int = Field(default=1, json_schema_extra={"minimum": 1})
     dtype: Dtype = Dtype.FLOAT32
+    """Of `gpt`'s parameters and activations; main_grad is float32 in any case."""
+    grad_reduce_dtype: Dtype = Dtype.FLOAT32
+    """In what gradients are summed over dp. With `bfloat16` each bucket is cast before its sum and back after it; the
+    tied weight is still added between the ends in float32. `exact` then takes a smaller model of its own."""
     device: Device = Device.AUTO
     placement: PlacementRequest = PlacementRequest()
     launcher: Launcher = Launcher.POOL
@@ -173,6 +177,7 @@ class ValidateRequest(Strict):
             steps=self.steps,
             repeats=self.repeats,
             dtype=self.dtype,
+            grad_reduce_dtype=self.grad_reduce_dtype,
             device=self.device,
             seed=self.seed,
             drill=self.drill.spec() if self.drill else None,

@@ -49,6 +49,7 @@ def to_experiment(request: Mapping[str, Any]) -> ExperimentSpec:
         steps=request.get("steps", default.steps),
         repeats=request.get("repeats", default.repeats),
         dtype=Dtype(request.get("dtype", default.dtype)),
+        grad_reduce_dtype=Dtype(request.get("grad_reduce_dtype", default.grad_reduce_dtype)),
         device=Device(request.get("device", default.device)),
         seed=request.get("seed", default.seed),
         drill=Drill(**drill) if drill else None,

@@ -35,6 +35,7 @@ HUNG = -signal.SIGXCPU
 TESTS = {
     "grad_sync": (
         "tests/unit/workers/test_grad_sync.py",
+        "tests/unit/workers/test_wire.py",
         "tests/golden/test_final.py",
         "tests/unit/workers/test_virtual.py",
     ),
@@ -46,6 +47,7 @@ TESTS = {
     ),
     "divergence": (
         "tests/unit/workers/test_divergence.py",
+        "tests/unit/workers/test_wire.py",
         "tests/unit/workers/test_deviation.py",
         "tests/unit/workers/test_virtual.py",
     ),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workers.contract import Dtype, Normalization, ProbeName, TrialSpec
+from workers.exactness import takes_part
 from workers.faults import data_rank
 from workers.models import exact, gpt
 from workers.padding import valid_length
@@ -18,6 +19,8 @@ from workers.parameters import first_layer, stage_layer_counts
 
 IGNORED = -100
 """The target of a token that does not count."""
+WEIGHTLESS = -1
+"""The target of a token that counts and weighs nothing, where replicas of the exact probe take turns."""
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -80,6 +83,8 @@ def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device)
     if spec.normalization is Normalization.NUM_TOKENS:
         for sequence in range(num_sequences):
             targets_BS[sequence, valid_length(spec.model.seq_len, source_rank, sequence) :] = IGNORED
+    if spec.probe is ProbeName.EXACT and not takes_part(spec, step, dp_rank):
+        targets_BS[targets_BS != IGNORED] = WEIGHTLESS
     return tokens_BS.to(device), targets_BS.to(device)
 
 

@@ -12,9 +12,10 @@ import pytest
 from gloo_world import run_trials
 from measured import assert_as_predicted, every_trial, runs
 
-from workers.contract import Mesh, ModelSpec, Normalization, Schedule, Verdict
+from workers.contract import Dtype, Mesh, ModelSpec, Normalization, Schedule, Verdict
 from workers.verdict import judge
 
+BF16 = Dtype.BFLOAT16
 DEEP = ModelSpec(vocab_size=24, hidden_size=12, num_layers=6, num_heads=3, seq_len=8)
 """As many tokens a step as ids at pp=3, so that the exact probe touches every element."""
 
@@ -45,7 +46,10 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS}),
         Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
+        Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16}),
+        Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16, "dtype": BF16, "overlap": True, "bucket_size": 500}),
     ],
+    8: [Composition(Mesh(4, 2), {"grad_reduce_dtype": BF16, "dtype": BF16})],
     6: [
         Composition(Mesh(3, 2, vpp=2)),
         Composition(Mesh(2, 3, vpp=2), {"model": DEEP}),
@@ -53,6 +57,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(3, 2), {"overlap": True, "bucket_size": 3000}),
         Composition(Mesh(2, 3), {"overlap": True, "bucket_size": 1}),
         Composition(Mesh(3, 2), {"average_in_collective": True}),
+        Composition(Mesh(3, 2), {"grad_reduce_dtype": BF16, "average_in_collective": True}),
         Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
     ],
 }

@@ -170,11 +170,15 @@ def test_divergence_adds_counts_and_keeps_the_worst_error() -> None:
         rank_row(diverged_elements=3, predicted_elements=3, max_abs_error=1.0, ratio_to_expected=0.5),
         rank_row(diverged_elements=4, predicted_elements=4, max_abs_error="NaN", ratio_to_expected=0.5),
         rank_row(probe="exact", world_rank=3, end="lm_head"),
+        rank_row(world_rank=1, owned_elements=0, max_error_over_bound=0.0, ratio_to_expected="NaN"),
+        rank_row(world_rank=2, ratio_to_expected="NaN"),
     ]
     lines = [line.split() for line in render(terminal.divergence_table(rows)).splitlines()[2:]]
     assert lines == [
         ["exact", "3", "(1,", "1)", "lm_head", "1,024", "0", "0", "0", "5.000e-01", "1"],
         ["gpt", "0", "(0,", "0)", "wte", "2,048", "7", "7", "NaN", "5.000e-01", "0.5"],
+        ["gpt", "1", "(1,", "0)", "wte", "0", "0", "0", "0", "0", "-"],
+        ["gpt", "2", "(0,", "1)", "wte", "1,024", "0", "0", "0", "5.000e-01", "NaN"],
     ]
 
 

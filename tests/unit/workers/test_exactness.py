@@ -15,7 +15,7 @@ def default_trial(mesh: Mesh) -> TrialSpec:
 
 @pytest.mark.parametrize(
     ("mesh", "digits"),
-    [(Mesh(1, 1), 4), (Mesh(2, 2), 4), (Mesh(128, 8), 4), (Mesh(512, 2), 4), (Mesh(512, 8), 2), (Mesh(16, 64), 2)],
+    [(Mesh(1, 1), 4), (Mesh(2, 2), 4), (Mesh(128, 8), 4), (Mesh(512, 2), 4), (Mesh(512, 8), 4), (Mesh(16, 64), 2)],
     ids=str,
 )
 def test_digits_by_mesh(mesh: Mesh, digits: int) -> None:

@@ -18,6 +18,7 @@ from workers.contract import (
     Contributor,
     Deviation,
     DeviationKind,
+    Dtype,
     End,
     Judgement,
     Mesh,
@@ -170,7 +171,7 @@ def test_a_local_gradient_far_from_its_replay_names_its_rank() -> None:
 
 def test_a_pass_says_where_the_rank_code_had_no_room() -> None:
     assert "rank code" not in judge(planned(), healthy(planned())).reasons[0].message
-    model, batch = ModelSpec(8, 32, 4, 4, 16), BatchSpec(1, 2**15)
+    model, batch = ModelSpec(8, 32, 4, 4, 16), BatchSpec(1, 2**16)
     specs = planned(model=model, batch=batch)
     judgement = judge(specs, healthy(specs))
     assert judgement.verdict is Verdict.PASS
@@ -468,6 +469,34 @@ def test_no_damage_to_a_subject_is_ever_green(_: str, change: Change, world_rank
     assert judgement.verdict is not Verdict.PASS
     assert not summary_of(judgement, GPT, OWN_BUCKET).ok
     assert summary_of(judgement, GPT, BUGGY).ok
+
+
+def test_a_judge_whose_bound_hides_every_share_is_a_doubt_for_subjects_only() -> None:
+    specs = planned(grad_reduce_dtype=Dtype.BFLOAT16)
+    assert judge(specs, healthy(specs)).reasons[0].message.startswith("On dp=2 x pp=2, summed over dp in bfloat16: ")
+    for share, verdict in ((0.99, Verdict.PASS), (1.0, Verdict.INCONCLUSIVE), (inf, Verdict.INCONCLUSIVE)):
+        for name, expected in ((OWN_BUCKET, verdict), (BUGGY, Verdict.PASS)):
+            reports = [
+                replace(r, divergence=tuple(replace(row, min_detectable_share=share) for row in r.divergence))
+                if (r.ordering, r.probe) == (name, GPT)
+                else r
+                for r in healthy(specs)
+            ]
+            judgement = judge(specs, reports)
+            assert judgement.verdict is expected, (share, name)
+            assert expected is Verdict.PASS or [reason.code for reason in judgement.reasons] == ["judge_blind"]
+
+
+def test_a_green_verdict_counts_what_was_wrong_beyond_the_predicted_apart() -> None:
+    specs = planned(probes=(GPT,))
+    reports = healthy(specs)
+    assert "wrong in exactly the" in judge(specs, reports).reasons[0].message
+    index = next(i for i, r in enumerate(reports) if r.ordering is BUGGY and r.divergence)
+    row = reports[index].divergence[0]
+    more = replace(row, predicted_elements=row.predicted_elements - 1, diverged_elements=row.diverged_elements)
+    reports[index] = replace(reports[index], divergence=(more,))
+    message = judge(specs, reports).reasons[0].message
+    assert "predicted, and in 1 more whose errors rounding could have hidden" in message
 
 
 def with_norm(report: StepReport, **changes: Any) -> StepReport:

@@ -28,6 +28,7 @@ def test_an_empty_object_is_the_documented_default_request():
         "steps": 2,
         "repeats": 1,
         "dtype": "float32",
+        "grad_reduce_dtype": "float32",
         "device": "auto",
         "placement": {"nodes": None, "exclude": [], "strategy": "PACK", "devices_per_node": None},
         "launcher": "pool",
