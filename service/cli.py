@@ -35,6 +35,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the API's object; prog
 Dp = Annotated[int | None, typer.Option(help="Data-parallel replicas.", show_default="2")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default="2")]
 Vpp = Annotated[int | None, typer.Option(help="Model chunks a rank; 2 or more are interleaved.", show_default="1")]
+Overlap = Annotated[bool, typer.Option("--overlap", help="The gradient sync starts in the midst of backward.")]
+BucketSize = Annotated[int | None, typer.Option(help="Elements at which a bucket closes, with --overlap.")]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -130,6 +132,11 @@ def validate(
     micro_batch_size: Annotated[int | None, typer.Option(help="Sequences a microbatch.")] = None,
     num_microbatches: Annotated[int | None, typer.Option(help="Microbatches a step; at least pp.")] = None,
     schedule: Annotated[Schedule | None, typer.Option(help="Order of microbatches.", show_default="1f1b")] = None,
+    overlap: Overlap = False,
+    bucket_size: BucketSize = None,
+    average_in_collective: Annotated[
+        bool, typer.Option("--average-in-collective", help="Instead of scaling before each sum.")
+    ] = False,
     probe: Annotated[list[ProbeName] | None, typer.Option(help="Repeat for several.", show_default="both")] = None,
     ordering: Annotated[
         list[OrderingName] | None, typer.Option(help="Repeat for several.", show_default="buggy, fixed, own_bucket")
@@ -160,6 +167,9 @@ def validate(
         model=model,
         batch={"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches},
         schedule=schedule,
+        overlap=overlap or None,
+        bucket_size=bucket_size,
+        average_in_collective=average_in_collective or None,
         probes=probe,
         orderings=ordering,
         steps=steps,
@@ -193,19 +203,37 @@ def predict(
         list[str] | None, typer.Option(help="Megatron-LM version or commit; repeat for several.", show_default="all")
     ] = None,
     ordering: Annotated[list[OrderingName] | None, typer.Option(help="Predict for an ordering instead.")] = None,
+    overlap: Overlap = False,
+    bucket_size: BucketSize = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Over all known models, or one, and many dp.")] = False,
+    sweep_dp: Annotated[
+        str | None, typer.Option(help="dp sizes of a sweep, as 2,4,8.", show_default="2 to 1024")
+    ] = None,
+    vary: Annotated[
+        str | None, typer.Option(help="Sweep one size of the model: NAME=START:STOP[:STEP], STOP included.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Say from parameter shapes alone which elements of the tied weight come out wrong. Needs no server."""
-    from service.forecast import forecast, forecast_table
+    from service.forecast import choose_overlap, forecast, forecast_table
+    from service.grid import choose_grid, forecast_grid, grid_table
     from service.options import parse_model
     from service.progress import print_json
     from service.terminal import open_console
 
-    found = forecast(parse_model(model or "tiny"), {"dp": dp, "pp": pp, "vpp": vpp}, version or [], ordering or [])
+    sync = choose_overlap(overlap, bucket_size)
+    widths = choose_grid(sweep, sweep_dp, {"vary": vary}, {"dp": dp, "vpp": vpp, "ordering": ordering})
+    if widths:
+        swept = parse_model(model) if model else None
+        found, show = forecast_grid(swept, vary, widths, pp, version or [], sync), grid_table
+    else:
+        sizes = {"dp": dp, "pp": pp, "vpp": vpp}
+        found = forecast(parse_model(model or "tiny"), sizes, version or [], ordering or [], sync)
+        show = forecast_table
     if json:
         print_json(found)
     else:
-        open_console().print(forecast_table(found))
+        open_console().print(show(found))
     return EXIT_PASS
 
 

@@ -12,7 +12,8 @@ from service.terminal import figure
 from workers.contract import TINY, Mesh, ModelSpec, OrderingName
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import MODELS, Prediction, predict_model
+from workers.prediction import Overlap, Prediction, predict_model
+from workers.public_models import MODELS
 
 MAX_RANGES = 3
 
@@ -22,21 +23,32 @@ def forecast(
     sizes: Mapping[str, int | None],
     versions: Sequence[str],
     orderings: Sequence[OrderingName],
+    overlap: Overlap | None = None,
 ) -> dict[str, Any]:
     """Predictions for versions and orderings; with neither, for every known version.
 
     `sizes` are those of the mesh (dp, pp, vpp); None takes the default, 2 x 2 with one chunk a rank.
     """
     mesh = _resolve_mesh(sizes)
-    model_sizes, tied = _resolve_model(model)
+    model_sizes, tied = resolve_model(model)
     subjects: list[tuple[str, LayoutVersion | OrderingName]] = [(text, resolve(text)) for text in versions]
     subjects += [(ordering.value, ordering) for ordering in orderings]
     subjects = subjects or [(version.value, version) for version in RULES]
     found = [
-        _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied)) for name, subject in subjects
+        _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied, overlap=overlap))
+        for name, subject in subjects
     ]
     shape = {"dp": mesh.dp, "pp": mesh.pp, "vpp": mesh.vpp}
-    return {"model": model, "tied": tied, "mesh": shape, "predictions": found}
+    return {"model": model, "tied": tied, "mesh": shape, "overlap": overlap is not None, "predictions": found}
+
+
+def choose_overlap(overlap: bool, bucket_size: int | None) -> Overlap | None:
+    """How the gradient sync overlaps with backward, as the options say. Raises UsageFault for a size that cuts none."""
+    if bucket_size is not None and not overlap:
+        raise UsageFault(f"--bucket-size {bucket_size}: buckets are cut by size only with overlap; add --overlap")
+    if bucket_size is not None and bucket_size < 1:
+        raise UsageFault(f"--bucket-size {bucket_size}: must be at least 1")
+    return Overlap(bucket_size) if overlap else None
 
 
 def forecast_table(found: Mapping[str, Any]) -> Table:
@@ -44,6 +56,7 @@ def forecast_table(found: Mapping[str, Any]) -> Table:
     mesh = found["mesh"]
     model = _model_name(found["model"]) + ("" if found["tied"] else ", not tied")
     shape = f"dp {mesh['dp']}, pp {mesh['pp']}" + (f", vpp {mesh['vpp']}" if mesh["vpp"] > 1 else "")
+    shape += ", overlap" if found["overlap"] else ""
     title = f"wrong elements of the tied weight: {model}, {shape}"
     table = Table(title=title, title_justify="left", box=None, show_edge=False, pad_edge=False)
     for name in ("for", "wrong at each end", "of", "share", "where"):
@@ -72,7 +85,9 @@ def _describe(name: str, subject: LayoutVersion | OrderingName, prediction: Pred
         "source": rule.source,
         "asserts": prediction.asserts,
         "num_elements": prediction.num_elements,
+        "wrong_elements": prediction.wrong_elements,
         "misowned_elements": prediction.misowned_elements,
+        "early_elements": prediction.early_elements,
         "fraction": prediction.fraction,
         "ranges": [[interval.start, interval.stop] for interval in prediction.ranges],
         "misowned_by_wte_owner": list(prediction.misowned_by_wte_owner),
@@ -84,7 +99,7 @@ def _cells(entry: Mapping[str, Any]) -> Iterator[str]:
     if entry["asserts"] is not None:
         yield from ("-", "-", "-", f"stops by itself: {entry['asserts']}")
         return
-    yield figure(entry["misowned_elements"])
+    yield figure(entry["wrong_elements"])
     yield figure(entry["num_elements"])
     yield f"{entry['fraction']:.2%}"
     shown = [f"{start:,} to {stop:,}" for start, stop in entry["ranges"][:MAX_RANGES]]
@@ -92,7 +107,8 @@ def _cells(entry: Mapping[str, Any]) -> Iterator[str]:
     yield ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
 
 
-def _resolve_model(model: str | Mapping[str, int]) -> tuple[ModelSpec, bool]:
+def resolve_model(model: str | Mapping[str, int]) -> tuple[ModelSpec, bool]:
+    """A model's sizes and whether its weights are tied; sizes that are not given are tiny's. UsageFault if unknown."""
     if not isinstance(model, str):
         tiny = {name: getattr(TINY, name) for name in ModelSpec.__dataclass_fields__}
         return ModelSpec(**(tiny | dict(model))), True

@@ -6,6 +6,8 @@ Tests tamper with what the sync reads (`held`), with what it leaves (`synced`) o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lockstep import Lockstep
@@ -16,11 +18,11 @@ from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Holding, Replay
 from workers.grad_buffer import GradBuffer, tied_buffer
-from workers.grad_sync import prescale_for, sync_gradients
+from workers.grad_sync import prescale_of, sync_gradients
 from workers.mesh import dp_members, ends_members
-from workers.orderings import ORDERINGS
+from workers.orderings import ordering_of
 from workers.parameters import tied_parameter_name
-from workers.prediction import stage_layout
+from workers.prediction import stage_layout, trial_misowned
 from workers.step import expect
 
 MODEL = ModelSpec(vocab_size=401, hidden_size=12, num_layers=4, num_heads=3, seq_len=5)
@@ -34,9 +36,10 @@ class JudgedMesh:
         probe: ProbeName = ProbeName.GPT,
         model: ModelSpec = MODEL,
         floor: float = 0.0,
+        **changes: Any,
     ) -> None:
-        self.spec = TrialSpec(probe, ordering, mesh, model, BatchSpec(1, max(2, mesh.pp)))
-        self.ordering = ORDERINGS[ordering]
+        self.spec = replace(TrialSpec(probe, ordering, mesh, model, BatchSpec(1, max(2, mesh.pp))), **changes)
+        self.ordering = ordering_of(self.spec)
         self.expectation = expect(self.spec, self.ordering)
         self.holders = ends_members(mesh)
         self.floor = floor
@@ -54,7 +57,7 @@ class JudgedMesh:
         return tied_buffer(self.buffers[rank]).tied_grad()
 
     def synchronise(self) -> None:
-        prescale = prescale_for(self.ordering, self.spec.probe, self.mesh.dp)
+        prescale = prescale_of(self.spec)
         virtual = VirtualRanks(self.mesh.world_size)
         sync_gradients(self.ordering, self.mesh, self.buffers, virtual, prescale, lambda _: None)
         self.synced = {rank: self.held(rank) for rank in self.holders}
@@ -79,14 +82,19 @@ class JudgedMesh:
             Replay(self.replayed[neighbour], self.floor),
             self.synced[rank],
             torch.zeros_like(self.local[rank]),
+            self.answer if self.spec.probe is ProbeName.EXACT else None,
         )
+
+    def answer(self) -> Tensor:
+        """The true sum of all of the tied weight."""
+        return torch.stack(list(self.replayed.values())).double().sum(dim=0)
 
     def owned(self, rank: int) -> list[int]:
         intervals = self.expectation.owned[self.holders.index(rank)]
         return [element for interval in intervals for element in range(interval.start, interval.stop)]
 
     def misowned(self) -> set[int]:
-        return {e for interval in self.expectation.misowned for e in range(interval.start, interval.stop)}
+        return {e for interval in trial_misowned(self.spec) for e in range(interval.start, interval.stop)}
 
     def owners(self, element: int) -> list[int]:
         return [rank for rank in self.holders if element in self.owned(rank)]
@@ -95,7 +103,13 @@ class JudgedMesh:
         """One a chunk."""
         generator = torch.Generator().manual_seed(rank)
         stages = self.mesh.stages(self.mesh.coordinates(rank).pp_rank)
-        return [self._buffer(stage, generator) for stage in stages]
+        buffers = [self._buffer(stage, generator) for stage in stages]
+        code = self.expectation.code
+        for buffer in buffers:
+            if code is not None and buffer.tied_name is not None:
+                tied_P = buffer.tied_grad()
+                tied_P.copy_(code.sign(tied_P.long(), self.holders.index(rank)))
+        return buffers
 
     def _buffer(self, stage: int, generator: torch.Generator) -> GradBuffer:
         layout = stage_layout(self.spec, stage)

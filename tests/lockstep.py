@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from workers.communicator import ProcessGroups, VirtualRanks
+from workers.communicator import Finished, Pending, ProcessGroups, VirtualRanks
 from workers.mesh import Members
 
 T = TypeVar("T")
@@ -76,8 +76,16 @@ class LockstepRank:
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         self._meet(members, buckets, self._virtual.reduce_scatter)
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        self.reduce_scatter(members, buckets)
+        return Finished()
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         self._meet(members, tensors, self._virtual.all_reduce)
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        self.all_reduce(members, tensors)
+        return Finished()
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         self._meet(members, buckets, self._virtual.all_gather)

@@ -8,8 +8,8 @@ from workers.contract import Device, DivergenceRow, Mesh, OrderingName, ProbeNam
 from workers.errors import LayoutAssertionError
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
-from workers.orderings import ORDERINGS
-from workers.prediction import ordering_layouts, trial_misowned
+from workers.orderings import ordering_of
+from workers.prediction import ordering_layouts, trial_early, trial_exposed
 
 
 def every_trial(mesh: Mesh, steps: int, device: Device = Device.CPU, **changes: object) -> tuple[TrialSpec, ...]:
@@ -43,18 +43,18 @@ def rows(reports: Sequence[Sequence[StepReport]], trial_index: int) -> Iterator[
 def assert_as_predicted(spec: TrialSpec, reports: Sequence[Sequence[StepReport]], index: int, steps: int) -> None:
     mesh, found = spec.mesh, list(rows(reports, index))
     num_ends = 2 if mesh.pp > 1 else 1
-    sharded = ORDERINGS[spec.ordering].distributed_optimizer
+    ordering = ordering_of(spec)
+    sharded = ordering.distributed_optimizer
     num_elements = spec.model.vocab_size * spec.model.hidden_size
     assert sum(row.owned_elements for _, row in found) == num_elements * num_ends * steps * (1 if sharded else mesh.dp)
     assert sum(row.missed_elements + row.unexpected_elements for _, row in found) == 0
     assert sum(row.reference_exceeded_elements for _, row in found) == 0
     diverged = sum(row.diverged_elements for _, row in found)
-    misowned = count(trial_misowned(spec)) * num_ends * steps
-    if spec.probe is ProbeName.EXACT and mesh.dp > 1:
-        # Terms cannot cancel and every element is touched, so the wrong set is the misowned set.
-        assert diverged == misowned
-    elif ORDERINGS[spec.ordering].role is Role.SUBJECT:
+    exposed = count(trial_exposed(spec)) * num_ends * steps
+    assert diverged == sum(row.predicted_elements for _, row in found)
+    assert diverged <= exposed
+    if ordering.role is Role.SUBJECT:
         assert diverged == 0
-    else:
-        assert diverged <= misowned
-        assert diverged == sum(row.predicted_elements for _, row in found)
+    elif spec.probe is ProbeName.EXACT and not trial_early(spec) and not spec.average_in_collective:
+        # Terms cannot cancel and every element is touched, so the wrong set is the misowned set.
+        assert diverged == exposed

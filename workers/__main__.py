@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -34,14 +35,18 @@ from workers.contract import (
     Verdict,
 )
 from workers.encoding import dumps
+from workers.errors import SpecError
 from workers.experiment import ExperimentSpec, default_batch, resolve, trials
 from workers.faults import DRILL_FORM, read_drill
 from workers.launch import LaunchError, Place, open_store, read_place, speaks, take_device
-from workers.plan import violations
+from workers.plan import Limits, violations
 from workers.rollcall import ERROR_CODE, RollCall, Word, leave, waiting
 from workers.session import RankSession, failure_of, first_cause
 from workers.verdict import VERDICT_RULES_VERSION, judge
+from workers.virtual import VirtualSession
 
+MAX_VIRTUAL_WORLD_SIZE = 1 << 17
+"""Ranks that `--virtual` accepts in this one process."""
 EXIT_CODES = {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}
 
 
@@ -49,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, and return the exit code."""
     options = _parser().parse_args(arguments)
     spec = resolve(_experiment(options))
+    if options.virtual:
+        return _run_virtually(spec, options)
     try:
         place = read_place(os.environ, spec.mesh)
         found = violations(spec)
@@ -64,6 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == ERROR_CODE:
         leave(code)
     rank.close()
+    return code
+
+
+def _run_virtually(spec: ExperimentSpec, options: argparse.Namespace) -> int:
+    """Run all ranks in this process, print, and return the exit code. Nothing is learned about a cluster."""
+    spec = replace(spec, device=Device.CPU)
+    found = violations(spec, Limits(max_world_size=MAX_VIRTUAL_WORLD_SIZE))
+    if found:
+        return _refuse(violation.message for violation in found)
+    runs = trials(spec, Device.CPU)
+    try:
+        reports = tuple(VirtualSession().run(runs))
+    except SpecError as error:
+        return _refuse([str(error)])
+    judgement = judge(runs, reports)
+    code = EXIT_CODES[judgement.verdict]
+    words = (Word(0, None, reports),)
+    print(dumps(_document(spec, judgement, None, code, words, options.ranks) | {"virtual": True}), flush=True)
     return code
 
 
@@ -181,6 +206,9 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         model=options.model,
         batch=batch,
         schedule=options.schedule,
+        overlap=options.overlap,
+        bucket_size=options.bucket_size,
+        average_in_collective=options.average_in_collective,
         probes=tuple(options.probes),
         orderings=tuple(options.orderings),
         steps=options.steps,
@@ -208,6 +236,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--schedule", type=_choice(Schedule), default=Schedule.ONE_F_ONE_B, help=", ".join(Schedule))
+    parser.add_argument("--overlap", action="store_true", help="start the gradient sync in the midst of backward")
+    parser.add_argument("--bucket-size", type=int, help="elements at which a bucket closes, with --overlap")
+    parser.add_argument("--average-in-collective", action="store_true", help="instead of scaling before each sum")
     _add_choices(parser, "--probes", ProbeName, list(ProbeName))
     _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)
@@ -218,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drill", type=_drill, help=f"{DRILL_FORM}, to see a failure on purpose")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of each collective, in seconds")
+    parser.add_argument("--virtual", action="store_true", help="all ranks in this one process, whatever the mesh")
     parser.add_argument("--ranks", action="store_true", help="print every rank's report too")
     return parser
 

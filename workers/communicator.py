@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.errors import CollectiveError
@@ -31,6 +32,20 @@ class Moment(StrEnum):
 Interceptor = Callable[[Moment], None]
 
 
+class Pending(Protocol):
+    """A collective that was started. Its tensors belong to it until `wait` returns."""
+
+    def wait(self) -> None:
+        """Block until it is done. Raises CollectiveError where it broke."""
+
+
+class Finished:
+    """A collective that was over when it started."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 class Communicator(Protocol):
     """Collectives over groups given by their members' world ranks.
 
@@ -38,14 +53,20 @@ class Communicator(Protocol):
     """
 
     @property
-    def hosted(self) -> Members:
+    def hosted(self) -> Sequence[int]:
         """World ranks that live in this process."""
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """Sum flat buckets [N], N a multiple of the group's size, in place; only member i's i-th part is summed."""
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """The same without waiting for it."""
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """Sum flat tensors [N] on every member, in place."""
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        """The same without waiting for it."""
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """Fill every part of flat buckets [N] from the member that owns it, in place."""
@@ -66,18 +87,26 @@ class ProcessGroups:
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`; parts that this rank does not own keep their values."""
+        self.start_reduce_scatter(members, buckets).wait()
+
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`."""
         bucket_N = buckets[self._world_rank]
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
         trivial = _is_trivial(bucket_N, members)
-        self._run(trivial, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
+        return self._start(trivial, lambda: dist.reduce_scatter_single(shard, bucket_N, group=group, async_op=True))
 
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        self.start_all_reduce(members, tensors).wait()
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
         """See `Communicator`."""
         tensor_N = tensors[self._world_rank]
         group = self._groups[members]
         trivial = _is_trivial(tensor_N, members)
-        self._run(trivial, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
+        return self._start(trivial, lambda: dist.all_reduce(tensor_N, group=group, async_op=True))
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
@@ -85,7 +114,7 @@ class ProcessGroups:
         shard = part(bucket_N, members.index(self._world_rank), len(members))
         group = self._groups[members]
         trivial = _is_trivial(bucket_N, members)
-        self._run(trivial, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True))
+        self._start(trivial, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True)).wait()
 
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         """Send `sends[i]` to member i; returns what each member i sent here, `receive_sizes[i]` elements."""
@@ -98,38 +127,50 @@ class ProcessGroups:
         else:
             exchange = lambda: dist.all_to_all_single(received, sent, list(receive_sizes), sizes, group, async_op=True)  # noqa: E731
             # Never trivial: a rank with nothing to send may still be waited for.
-            self._run(False, exchange)
+            self._start(False, exchange).wait()
         return list(received.split(list(receive_sizes)))
 
-    def _run(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> None:
-        """Issue one collective and wait for it; a drill may strike before, in and after, also where it is trivial."""
+    def _start(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> Pending:
+        """Issue one collective; a drill may strike before, in and after, also where it is trivial."""
         self._strike(Moment.BEFORE)
         try:
             work = None if trivial else issue()
         except RuntimeError as error:
             raise CollectiveError(f"a collective could not start: {error}") from error
-        self._strike(Moment.IN)
-        try:
-            if work is not None:
-                work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(f"a collective broke: {error}") from error
-        self._strike(Moment.AFTER)
+        return _Issued(work, self._strike)
 
     def _strike(self, moment: Moment) -> None:
         if self.intercept is not None:
             self.intercept(moment)
 
 
+class _Issued:
+    """One collective of torch.distributed under way; None where it moves nothing."""
+
+    def __init__(self, work: dist.Work | None, strike: Interceptor) -> None:
+        self._work = work
+        self._strike = strike
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._strike(Moment.IN)
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"a collective broke: {error}") from error
+        self._strike(Moment.AFTER)
+
+
 class VirtualRanks:
     """All ranks in one process, summing as gloo's ring does (source: gloo's ring in `allreduce.cc`)."""
 
     def __init__(self, world_size: int) -> None:
-        self._hosted = tuple(range(world_size))
+        self._hosted = range(world_size)
 
     @property
-    def hosted(self) -> Members:
-        """Every rank."""
+    def hosted(self) -> Sequence[int]:
+        """Every rank; a range, so that asking for one of thousands costs nothing."""
         return self._hosted
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
@@ -139,11 +180,21 @@ class VirtualRanks:
         for index, tensor_N in enumerate(tensors):
             part(tensor_N, index, len(members)).copy_(part(summed_N, index, len(members)))
 
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """Done at once: the others' part is done by the same call."""
+        self.reduce_scatter(members, buckets)
+        return Finished()
+
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
         summed_N = ring_sum([tensors[world_rank] for world_rank in members])
         for world_rank in members:
             tensors[world_rank].copy_(summed_N)
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        """Done at once."""
+        self.all_reduce(members, tensors)
+        return Finished()
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
@@ -165,19 +216,21 @@ def part(tensor_N: Tensor, index: int, num_parts: int) -> Tensor:
 
 
 def ring_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of flat tensors [N] with the additions in gloo's order: chunk r is ((g[r-1] + g[r-2]) + ...) + g[r]."""
-    num_terms = len(tensors)
-    summed_N = tensors[0].clone()
+    """Sum of flat tensors [N] with the additions in gloo's order: chunk r is ((g[r-1] + g[r-2]) + ...) + g[r].
+
+    All chunks at once, so that thousands of ranks take as many additions and not their square.
+    """
+    num_terms, num_elements = len(tensors), tensors[0].numel()
     if num_terms == 1:
-        return summed_N
-    chunk = ring_chunk_elements(summed_N.numel(), summed_N.element_size(), num_terms)
-    for index in range(num_terms):
-        view = slice(index * chunk, (index + 1) * chunk)
-        chunk_sum = tensors[(index - 1) % num_terms][view].clone()
-        for distance in range(2, num_terms + 1):
-            chunk_sum += tensors[(index - distance) % num_terms][view]
-        summed_N[view] = chunk_sum
-    return summed_N
+        return tensors[0].clone()
+    chunk = ring_chunk_elements(num_elements, tensors[0].element_size(), num_terms)
+    terms_RN = torch.stack(list(tensors))
+    terms_RCn = F.pad(terms_RN, (0, num_terms * chunk - num_elements)).view(num_terms, num_terms, chunk)
+    chunks_C = torch.arange(num_terms)
+    summed_Cn = terms_RCn[(chunks_C - 1) % num_terms, chunks_C]
+    for distance in range(2, num_terms + 1):
+        summed_Cn += terms_RCn[(chunks_C - distance) % num_terms, chunks_C]
+    return summed_Cn.flatten()[:num_elements]
 
 
 def ring_chunk_elements(num_elements: int, element_bytes: int, num_ranks: int) -> int:

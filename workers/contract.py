@@ -205,12 +205,60 @@ class TrialSpec:
     model: ModelSpec
     batch: BatchSpec
     schedule: Schedule = Schedule.ONE_F_ONE_B
+    overlap: bool = False
+    """Whether each bucket's sync over dp starts in the midst of backward."""
+    bucket_size: int | None = None
+    """Elements at which a bucket closes, with overlap, on the first stage; None takes Megatron's default."""
+    average_in_collective: bool = False
+    """Whether the collective over dp averages, instead of every bucket being scaled before its sum."""
     dtype: Dtype = Dtype.FLOAT32
     device: Device = Device.CPU
     steps: int = 2
     repeat: int = 0
     seed: int = 0
     drill: Drill | None = None
+
+
+class DeviationKind(StrEnum):
+    """What happened to elements that are not what they should be."""
+
+    LOCAL = "local"
+    """A contributor's own gradient is wrong before any synchronisation."""
+    SCALE = "scale"
+    """A multiple of what is expected: of the whole sum, or of the named contributors' shares."""
+    WRONG_OWNER = "wrong_owner"
+    """The sum of another owner's elements; the named contributor is that owner."""
+    DROPPED = "dropped"
+    """The named contributors' shares are missing."""
+    DOUBLED = "doubled"
+    """The named contributors' shares were added twice."""
+    CORRUPT = "corrupt"
+    """None of these: no combination of the shares gives this value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """One rank's copy of the tied weight, whose local gradient is one term of every sum."""
+
+    end: End
+    dp_rank: int
+    world_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """One story about wrong elements of one shard, checked on every element that it counts (`workers.deviation`)."""
+
+    kind: DeviationKind
+    contributors: tuple[Contributor, ...]
+    """The first few; empty where the story is about the whole sum, or nobody can be named for certain."""
+    num_contributors: int
+    factor: float | None
+    """How often the share (or the whole sum) is in the value: 0 dropped, 2 doubled; None where there is no such."""
+    uncertainty: float
+    """Largest error of `factor` that rounding can cause; 0 for exact."""
+    first_element: int
+    num_elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +297,8 @@ class DivergenceRow:
     sum: float
     l2: float
     digest: str
+    deviations: tuple[Deviation, ...] = ()
+    """What the wrong elements consist of, most elements first; relative to the true sum, also where predicted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ the order of `workers.mesh.ends_members`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
 from workers.contract import DivergenceRow, End, ProbeName, TiedRow
-from workers.exchange import Exchange, Expectation, Holding, Piece, positions
+from workers.contributions import Mixture
+from workers.deviation import Attribution
+from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
+from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
@@ -39,17 +43,36 @@ class EndJudgement:
     tied: TiedRow | None
 
 
+@dataclass(frozen=True, slots=True)
+class _ClosedForm:
+    """What an ordering is predicted to yield for one piece, float64 [n]: truth - missing, within bound."""
+
+    truth: Tensor
+    missing: Tensor
+    deviates: Tensor
+    """Where something else than the truth is predicted; bool."""
+    bound: Tensor
+
+
 def judge_end(expectation: Expectation, holding: Holding, world_rank: int, communicator: ProcessGroups) -> EndJudgement:
     """Judge the elements this rank owns. Collective over `expectation.members`.
 
     Bound of the sync judge: Jeannerod and Rump, "Improved error bounds for inner products in floating-point
     arithmetic" (2013): |computed - exact| <= (n-1) u sum|t| for any order of summation.
     """
-    owner = _Owner(expectation, world_rank)
     exchange = Exchange(expectation, world_rank, holding, communicator)
-    for round_index in range(exchange.num_rounds):
-        owner.add(exchange.round(round_index))
-    return owner.conclude(select(holding.synced_P, owner.owned))
+    rounds = (exchange.round(round_index) for round_index in range(exchange.num_rounds))
+    return judge_pieces(expectation, world_rank, rounds, holding.synced_P, holding.answer)
+
+
+def judge_pieces(
+    expectation: Expectation, world_rank: int, pieces: Iterable[Piece], synced_P: Tensor, answer: Answer | None
+) -> EndJudgement:
+    """Judge what a holder owns, given the pieces of it in order, however they came together. Local."""
+    owner = _Owner(expectation, world_rank)
+    for piece in pieces:
+        owner.add(piece)
+    return owner.conclude(select(synced_P, owner.owned), answer)
 
 
 class _Owner:
@@ -61,8 +84,8 @@ class _Owner:
         self._exact = expectation.probe is ProbeName.EXACT
         end_index, self._dp_rank = divmod(index, expectation.mesh.dp)
         self._end = end_of(expectation.mesh, 0 if end_index == 0 else expectation.mesh.pp - 1) or End.WTE
-        dp, num_ends = expectation.mesh.dp, len(expectation.members) // expectation.mesh.dp
-        self._other_end = slice((1 - end_index) * dp, (2 - end_index) * dp) if num_ends == 2 else None
+        tied_sync = expectation.tied_sync
+        self._mixtures = tied_sync.mixtures(end_index, self._dp_rank) if tied_sync else ()
         self.owned = expectation.owned[index]
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
@@ -71,6 +94,7 @@ class _Owner:
         self._last: int | None = None
         self._replayed = False
         self._tied = False
+        self._attribution = Attribution(expectation, index)
 
     def add(self, piece: Piece) -> None:
         """Judge one piece."""
@@ -82,54 +106,57 @@ class _Owner:
         replayed = None if piece.replay_Cn is None else piece.replay_Cn.double() * factor
         # The exact probe's truth is the integer answer, not what the ranks say they computed.
         judged = replayed if self._exact and replayed is not None else terms
-        truth, missing = self._truth(judged, piece.intervals)
-        bound = self._bound(terms)
-        error = (synced - truth).abs()
-        self._judge_sync(piece, synced, truth, missing, bound, error, terms)
+        bound = self._bound(terms.abs().sum(dim=0), len(terms))
+        closed = self._closed_form(piece, judged, bound)
+        self._judge_sync(piece, synced, closed, bound, terms)
         if replayed is not None and piece.floor_C is not None:
-            self._judge_reference(piece, synced, terms, replayed, piece.floor_C.double() * factor, bound)
+            floor_C = piece.floor_C.double() * factor
+            self._judge_reference(piece, synced, terms, replayed, floor_C, self._closed_form(piece, replayed, bound))
         if piece.other_end_n is not None:
             self._compare_ends(piece, bound)
 
-    def _truth(self, terms_Cn: Tensor, intervals: Intervals) -> tuple[Tensor, Tensor]:
-        """The true sum, and the part of it that this ordering is predicted to leave out at this owner (0 elsewhere)."""
+    def _closed_form(self, piece: Piece, terms_Cn: Tensor, bound: Tensor) -> _ClosedForm:
+        """What this ordering is predicted to leave at this owner; `terms_Cn` are scaled, `bound` is the true sum's."""
         truth = terms_Cn.sum(dim=0)
-        missing = torch.zeros_like(truth)
-        if self._other_end is not None:
-            others = terms_Cn[self._other_end]
-            lacking = others.sum(dim=0) - others[self._dp_rank]
-            for local in positions(intervals, intersect(self._expectation.misowned, intervals)):
-                missing[local.start : local.stop] = lacking[local.start : local.stop]
-        return truth, missing
+        closed = _ClosedForm(truth, torch.zeros_like(truth), torch.zeros_like(truth, dtype=torch.bool), bound.clone())
+        for mixture in self._mixtures:
+            for local in positions(piece.intervals, intersect(mixture.elements, piece.intervals)):
+                here = slice(local.start, local.stop)
+                late_Cn = None if piece.late_Cn is None else piece.late_Cn[:, here].double()
+                missing, magnitude = self._missing(mixture, terms_Cn[:, here], late_Cn)
+                closed.missing[here] = missing
+                closed.deviates[here] = True
+                # What comes late is added twice: to the local gradient, and to what had been scattered.
+                closed.bound[here] = bound[here].maximum(self._bound(magnitude, len(terms_Cn) + 2))
+        return closed
 
-    def _bound(self, terms_Cn: Tensor) -> Tensor:
-        magnitude = terms_Cn.abs().sum(dim=0)
+    def _missing(self, mixture: Mixture, terms_Cn: Tensor, late_Cn: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the true sum has and the owner's value lacks, and the sizes of the terms of that value."""
+        whole_C = terms_Cn.new_tensor(mixture.whole) / self._expectation.prescale.factor
+        missing, magnitude = (1 - whole_C) @ terms_Cn, whole_C.abs() @ terms_Cn.abs()
+        if late_Cn is not None:
+            late_C = terms_Cn.new_tensor(mixture.late)
+            missing, magnitude = missing - late_C @ late_Cn, magnitude + late_C.abs() @ late_Cn.abs()
+        return missing, magnitude
+
+    def _bound(self, magnitude_n: Tensor, num_terms: int) -> Tensor:
         if self._exact:
-            return torch.zeros_like(magnitude)
-        return rounding_bound(magnitude, len(terms_Cn), self._expectation.prescale)
+            return torch.zeros_like(magnitude_n)
+        return rounding_bound(magnitude_n, num_terms, self._expectation.prescale)
 
-    def _judge_sync(
-        self,
-        piece: Piece,
-        synced: Tensor,
-        truth: Tensor,
-        missing: Tensor,
-        bound: Tensor,
-        error: Tensor,
-        terms: Tensor,
-    ) -> None:
-        misowned = torch.zeros_like(error, dtype=torch.bool)
-        for local in positions(piece.intervals, intersect(self._expectation.misowned, piece.intervals)):
-            misowned[local.start : local.stop] = True
+    def _judge_sync(self, piece: Piece, synced: Tensor, closed: _ClosedForm, bound: Tensor, terms: Tensor) -> None:
+        truth, deviates = closed.truth, closed.deviates
+        error = (synced - truth).abs()
+        self._attribute(piece, synced, terms, bound, ~(error <= bound))
         diverged = ~(error <= bound)
-        as_predicted = (synced - (truth - missing)).abs() <= bound
-        must = misowned & (missing.abs() > 2 * bound)
+        as_predicted = (synced - (truth - closed.missing)).abs() <= closed.bound
+        must = deviates & (closed.missing.abs() > bound + closed.bound)
         self._count("owned", synced.numel())
         self._count("diverged", diverged)
         self._count("predicted", must)
-        # Exactly as predicted also in value: a misowned element with another value than the closed form is a surprise.
+        # Exactly as predicted also in value: such an element with another value than the closed form is a surprise.
         self._count("missed", must & ~(diverged & as_predicted) if self._exact else must & ~diverged)
-        self._count("unexpected", diverged & ~misowned | misowned & ~as_predicted)
+        self._count("unexpected", diverged & ~deviates | deviates & ~as_predicted)
         self._count("nonfinite", ~torch.isfinite(synced))
         self._locate(piece.intervals, diverged)
         self._peak("error", error)
@@ -142,17 +169,32 @@ class _Owner:
         self._sum("value_truth", synced.dot(truth))
         self._sum("error_squared", error.dot(error))
 
+    def _attribute(self, piece: Piece, synced: Tensor, terms: Tensor, bound: Tensor, diverged: Tensor) -> None:
+        """Tell whose share is wrong where the sum is not that of what the contributors gave."""
+        wrong_n = diverged & ~((synced - terms.sum(dim=0)).abs() <= bound)
+        if wrong_n.any():
+            elements_n = element_ids(piece.intervals, wrong_n.device)
+            self._attribution.add(Wrong(elements_n, synced, terms, bound).only(wrong_n))
+
     def _judge_reference(
-        self, piece: Piece, synced: Tensor, terms: Tensor, replayed: Tensor, floor_C: Tensor, bound: Tensor
+        self,
+        piece: Piece,
+        synced: Tensor,
+        terms: Tensor,
+        replayed: Tensor,
+        floor_C: Tensor,
+        closed: _ClosedForm,
     ) -> None:
         """Against one process's answer: the sum within rounding and floor, each contributor's part within its floor."""
-        truth, missing = self._truth(replayed, piece.intervals)
-        allowed = self._bound(replayed).maximum(bound) + 2 * floor_C.sum()
-        exceeded = ~((synced - (truth - missing)).abs() <= allowed)
-        exceeded |= (~((terms - replayed).abs() <= 2 * floor_C[:, None])).any(dim=0)
+        allowed = self._bound(replayed.abs().sum(dim=0), len(replayed)).maximum(closed.bound) + 2 * floor_C.sum()
+        exceeded = ~((synced - (closed.truth - closed.missing)).abs() <= allowed)
+        astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
+        if astray_Cn.any():
+            self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
+        exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
-        self._peak("reference_error", (synced - truth).abs())
+        self._peak("reference_error", (synced - closed.truth).abs())
 
     def _compare_ends(self, piece: Piece, bound: Tensor) -> None:
         assert piece.other_end_n is not None
@@ -167,7 +209,7 @@ class _Owner:
             self._count("weights", piece.weight_n.numel())
             self._peak("weights", (piece.weight_n.double() - piece.other_weight_n.double()).abs())
 
-    def conclude(self, synced_owned: Tensor) -> EndJudgement:
+    def conclude(self, synced_owned: Tensor, answer: Answer | None) -> EndJudgement:
         """The rows, once every piece is in."""
         counts, peaks, sums = self._counts, self._peaks, self._sums
         truth_squared = sums["truth_squared"]
@@ -191,6 +233,7 @@ class _Owner:
             sum=sums["value"],
             l2=math.sqrt(sums["value_squared"]),
             digest=digest([synced_owned]),
+            deviations=self._attribution.conclude(answer),
         )
         return EndJudgement(divergence, self._tied_row() if self._tied else None)
 
@@ -265,6 +308,11 @@ def element_at(intervals: Intervals, position: int) -> int:
             return interval.start + position
         position -= size
     raise IndexError(f"position {position} lies past the last of {len(intervals)} intervals")
+
+
+def element_ids(intervals: Intervals, device: torch.device) -> Tensor:
+    """The elements of laid-out intervals, in order. Int64 [n]."""
+    return torch.cat([torch.arange(interval.start, interval.stop, device=device) for interval in intervals])
 
 
 def _ratio(error: Tensor, bound: Tensor) -> Tensor:

@@ -33,6 +33,12 @@ class NonFiniteError(WorkerError):
     code = "non_finite"
 
 
+class OverlapError(WorkerError):
+    """A backward ended before every gradient bucket was complete."""
+
+    code = "overlap_incomplete"
+
+
 class DrillError(WorkerError):
     """Raised on purpose by a drill."""
 

@@ -22,8 +22,8 @@ from workers.contract import (
     TrialSummary,
 )
 from workers.intervals import count
-from workers.orderings import ORDERINGS
-from workers.prediction import trial_misowned
+from workers.orderings import ordering_of
+from workers.prediction import trial_exposed
 
 Place = tuple[int, int, int]
 """(trial_index, step, world_rank): where each report belongs, once."""
@@ -60,7 +60,7 @@ class Evidence:
     @property
     def role(self) -> Role:
         """Control or subject."""
-        return ORDERINGS[self.spec.ordering].role
+        return ordering_of(self.spec).role
 
     @property
     def num_reports_due(self) -> int:
@@ -75,7 +75,7 @@ class Evidence:
     @property
     def misowned_elements(self) -> int:
         """Elements that the layouts predict wrong in one step, both ends together."""
-        return 2 * count(trial_misowned(self.spec))
+        return 2 * count(trial_exposed(self.spec))
 
     def rows(self) -> Iterator[tuple[StepReport, DivergenceRow]]:
         """Every divergence row with the report that it came in."""

@@ -8,7 +8,7 @@ the order of `workers.mesh.ends_members`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +16,21 @@ from torch import Tensor
 
 from workers.communicator import ProcessGroups
 from workers.contract import Mesh, ProbeName
+from workers.contributions import TiedSync
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
-from workers.intervals import Interval, Intervals, count, intersect, pieces
+from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
 from workers.mesh import Members, ends_members
+from workers.rank_code import RankCode
 
 PIECE_ELEMENTS = 1 << 18
 """Most elements of an owner's intervals judged at a time."""
 PIECE_TERMS = 1 << 24
 """Most elements times contributors judged at a time: bounds the memory of judging, however wide the mesh."""
+
+
+Answer = Callable[[], Tensor]
+"""The true sum of the whole tied weight, code included and unscaled: int64 [P], as the integer answer gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +44,22 @@ class Expectation:
     """Each element has one owner at each end; otherwise every rank owns everything."""
     bit_tied: bool
     """Both ends add in the same order, so that any difference between them is a fault."""
-    misowned: Intervals
-    """Elements whose owner differs between the ends, where the ordering's phases make that matter."""
+    tied_sync: TiedSync | None
+    """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
     """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
+    code: RankCode | None
+    """How contributors sign their gradients; None where they do not."""
 
     @property
     def members(self) -> Members:
         """World ranks of the holders."""
         return ends_members(self.mesh)
+
+    @property
+    def early(self) -> Intervals:
+        """Elements of wte whose last gradient comes after they were scattered."""
+        return self.tied_sync.early if self.tied_sync else EMPTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,10 @@ class Holding:
     """The replay of the *next* dp_rank's contribution to the same end: nobody vouches for himself."""
     synced_P: Tensor
     weight_P: Tensor
+    answer: Answer | None = None
+    """Called only where elements are wrong that nothing else explains."""
+    late_P: Tensor | None = None
+    """The last microbatch's part of `local_P`; needed on holders of wte where the expectation has early elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +100,8 @@ class Piece:
     """The same elements of lm_head, from their owners; on owners of wte only."""
     weight_n: Tensor
     other_weight_n: Tensor | None
+    late_Cn: Tensor | None
+    """What wte's contributors added after the scatter, zero elsewhere; None where the piece has no early element."""
 
 
 class Exchange:
@@ -96,10 +115,10 @@ class Exchange:
         self._mesh = expectation.mesh
         self._owned = expectation.owned
         self._sharded = expectation.sharded
+        self._early = expectation.early
         self._holding = holding
         self._communicator = communicator
-        max_elements = max(1, min(PIECE_ELEMENTS, PIECE_TERMS // len(self._members)))
-        self._pieces = [pieces(owned, max_elements) for owned in expectation.owned]
+        self._pieces = [cut_pieces(owned, len(self._members)) for owned in expectation.owned]
         self.num_rounds = max(len(owner_pieces) for owner_pieces in self._pieces)
 
     def round(self, round_index: int) -> Piece:
@@ -113,7 +132,7 @@ class Exchange:
         return self._assemble(mine, parts)
 
     def _message(self, owner: int, wanted: Intervals) -> list[Tensor]:
-        """[local, replay, floor, synced, weight] for one owner; parts that it does not need are empty."""
+        """[local, replay, floor, synced, weight, late] for one owner; parts that it does not need are empty."""
         held = self._holding
         replay, floor = held.local_P[:0], held.local_P[:0]
         if held.replay is not None and wanted:
@@ -121,13 +140,19 @@ class Exchange:
             floor = held.local_P.new_full((1,), held.replay.floor)
         synced = select(held.synced_P, self._tied_part(self._me, owner, wanted))
         weight = select(held.weight_P, wanted if self._is_partner(self._me, owner) else ()).float()
-        return [select(held.local_P, wanted), replay, floor, synced, weight]
+        late = held.local_P[:0] if held.late_P is None else select(held.late_P, self._late_part(self._me, wanted))
+        return [select(held.local_P, wanted), replay, floor, synced, weight, late]
 
     def _message_sizes(self, sender: int, owner: int, wanted: Intervals) -> list[int]:
         size = count(wanted)
         replayed = self._holding.replay is not None and size > 0
         tied = count(self._tied_part(sender, owner, wanted))
-        return [size, size if replayed else 0, int(replayed), tied, size if self._is_partner(sender, owner) else 0]
+        weight = size if self._is_partner(sender, owner) else 0
+        return [size, size if replayed else 0, int(replayed), tied, weight, count(self._late_part(sender, wanted))]
+
+    def _late_part(self, sender: int, wanted: Intervals) -> Intervals:
+        """What of `wanted` a holder of wte sends of its last microbatch's gradient."""
+        return intersect(self._early, wanted) if sender < self._mesh.dp else ()
 
     def _tied_part(self, sender: int, owner: int, wanted: Intervals) -> Intervals:
         """What of `wanted` a holder of lm_head sends to an owner of wte: the elements it owns itself.
@@ -159,7 +184,18 @@ class Exchange:
             other_end_n=self._merge(mine, [message[3] for message in parts]) if tied_owner else None,
             weight_n=select(self._holding.weight_P, mine).float(),
             other_weight_n=weights[0] if weights else None,
+            late_Cn=self._lay_out_late(mine, [message[5] for message in parts]),
         )
+
+    def _lay_out_late(self, mine: Intervals, parts: Sequence[Tensor]) -> Tensor | None:
+        early = positions(mine, intersect(self._early, mine))
+        if not early:
+            return None
+        late_Cn = self._holding.local_P.new_zeros(len(parts), count(mine))
+        at = torch.cat([torch.arange(local.start, local.stop, device=late_Cn.device) for local in early])
+        for contributor, received in enumerate(parts[: self._mesh.dp]):
+            late_Cn[contributor, at] = received
+        return late_Cn
 
     def _by_contributor(self, from_senders: list[Tensor]) -> Tensor:
         """Stack what senders replayed in the order of contributors: the sender at dp_rank d speaks for d + 1."""
@@ -179,6 +215,11 @@ class Exchange:
                 merged[local.start : local.stop] = received[offset : offset + size]
                 offset += size
         return merged
+
+
+def cut_pieces(owned: Intervals, num_contributors: int) -> list[Intervals]:
+    """An owner's elements in the pieces in which they are judged: so few at a time that their terms fit in memory."""
+    return pieces(owned, max(1, min(PIECE_ELEMENTS, PIECE_TERMS // num_contributors)))
 
 
 def positions(outer: Intervals, inner: Intervals) -> list[Interval]:

@@ -33,6 +33,7 @@ class ExperimentSpec:
     schedule: Schedule = Schedule.ONE_F_ONE_B
     overlap: bool = False
     bucket_size: int | None = None
+    average_in_collective: bool = False
     probes: tuple[ProbeName, ...] = (ProbeName.EXACT, ProbeName.GPT)
     orderings: tuple[OrderingName, ...] = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
     steps: int = 2
@@ -104,6 +105,9 @@ def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repea
         model=probe_model(spec, probe),
         batch=probe_batch(spec, probe),
         schedule=spec.schedule,
+        overlap=spec.overlap,
+        bucket_size=spec.bucket_size,
+        average_in_collective=spec.average_in_collective,
         # The exact probe's integers need float32, whatever dtype the gpt is to train in.
         dtype=Dtype.FLOAT32 if probe is ProbeName.EXACT else spec.dtype,
         device=device,

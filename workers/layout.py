@@ -182,7 +182,8 @@ def build_layout(
     """Lay a chunk's parameters, given in registration order, out in one buffer of the distributed optimizer.
 
     `bucket_size` (elements) closes a bucket as soon as it holds that many; None keeps one bucket, plus the tied
-    weight's own. Raises LayoutAssertionError where that version would stop with an assertion of its own.
+    weight's own. Megatron cuts by size only with overlap, on the first pipeline rank's first chunk. Raises
+    LayoutAssertionError where that version would stop with an assertion of its own.
     """
     if dp < 1:
         raise SpecError(f"dp is {dp}; a buffer is shared by at least 1 rank; ask for 1 or more")
@@ -193,6 +194,11 @@ def build_layout(
         packer.place(parameter)
     packer.finish()
     return BufferLayout(dp, packer.bucket_start, tuple(packer.buckets), tuple(packer.params))
+
+
+def default_bucket_size(dp: int) -> int:
+    """Elements at which Megatron-LM closes a bucket with overlap where nothing else is asked for."""
+    return max(40_000_000, 1_000_000 * dp)
 
 
 _COMMITS: Mapping[str, LayoutVersion] = MappingProxyType(

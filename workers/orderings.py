@@ -7,11 +7,11 @@ Pure data. The live step runs these phases (`workers.grad_sync`), the static ana
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from workers.contract import OrderingName, Role
+from workers.contract import OrderingName, Role, TrialSpec
 from workers.layout import RULES, LayoutRule, LayoutVersion
 
 
@@ -50,6 +50,15 @@ class Ordering:
     def ties_after_scatter(self) -> bool:
         """Whether the tie adds gradients that are complete at their owners only: where misownership hurts."""
         return self.phases == _SCATTER_THEN_TIE
+
+    def overlapped(self) -> Ordering:
+        """The same ordering where the dp sync starts from backward hooks: nothing can be tied before it.
+
+        What would tie first has to wait for the scatter, so that it becomes a control.
+        """
+        if self.phases != _TIE_THEN_SCATTER:
+            return self
+        return replace(self, phases=_SCATTER_THEN_TIE, role=Role.CONTROL)
 
 
 _SCATTER_THEN_TIE = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.TIE_ALL_REDUCE)
@@ -116,3 +125,9 @@ def _catalogue() -> Iterator[Ordering]:
 
 ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
 """Every ordering by its name."""
+
+
+def ordering_of(spec: TrialSpec) -> Ordering:
+    """A trial's ordering as its other settings turn it out: phases, role and all."""
+    ordering = ORDERINGS[spec.ordering]
+    return ordering.overlapped() if spec.overlap else ordering

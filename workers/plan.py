@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
 from workers.errors import LayoutAssertionError
+from workers.exactness import EXACT_LIMIT, exact_bound, summed_replicas
 from workers.experiment import (
     ExperimentSpec,
     default_batch,
@@ -36,9 +37,6 @@ __all__ = [
     "trials",
     "violations",
 ]
-
-EXACT_LIMIT = 1 << 24
-"""Float32 holds every integer up to here."""
 
 FieldPath = tuple[str | int, ...]
 """Path of a field inside a request, as in ("mesh", "dp")."""
@@ -116,13 +114,11 @@ def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation
     if mesh.world_size > limits.max_world_size:
         rule = f"dp x pp x tp may be at most {limits.max_world_size} ranks"
         yield Violation(("mesh",), mesh.world_size, rule, "ask for a smaller mesh, or raise the configured maximum")
-    if spec.overlap:
-        yield Violation(
-            ("overlap",), True, "overlapping the gradient sync is not supported yet", "set overlap to false"
-        )
     if spec.bucket_size is not None:
-        rule = "buckets are cut by size only with overlap, which is not supported yet"
-        yield Violation(("bucket_size",), spec.bucket_size, rule, "set bucket_size to null")
+        if not spec.overlap:
+            rule = "buckets are cut by size only with overlap, which is false"
+            yield Violation(("bucket_size",), spec.bucket_size, rule, "set overlap to true, or bucket_size to null")
+        yield from _in_range(("bucket_size",), spec.bucket_size, 1, None)
 
 
 def _model_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:
@@ -264,26 +260,12 @@ def _layout_violations(spec: ExperimentSpec) -> Iterator[Violation]:
 def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     if ProbeName.EXACT not in spec.probes:
         return
-    bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), spec.mesh.dp)
+    replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective)
+    bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), replicas)
     if bound > EXACT_LIMIT:
         path = ("probes", spec.probes.index(ProbeName.EXACT))
         rule = f"its sums could reach {bound}, above {EXACT_LIMIT}, where float32 stops being exact"
         yield Violation(path, ProbeName.EXACT.value, rule, "use fewer tokens a step, fewer layers or a smaller dp")
-
-
-def exact_bound(model: ModelSpec, batch: BatchSpec, dp: int) -> int:
-    """The most that the terms of any gradient of the exact probe can add up to over a mesh, from sizes alone.
-
-    Weights and upstream gradients are at most 2, biases at most 1, A is a permutation and B spreads hi evenly over lo
-    (`workers.models.exact`): an output is at most 2 + 2 layers, a column's gradient at most 4, and each layer adds at
-    most `fan` times that to lo's. Token ids are spread evenly over the vocabulary.
-    """
-    lo = model.hidden_size // 2
-    fan = -(-(model.hidden_size - lo) // lo)
-    num_tokens = batch.micro_batch_size * batch.num_microbatches * model.seq_len
-    tokens_per_id = -(-num_tokens // model.vocab_size)
-    wte, lm_head = 4 + 4 * fan * model.num_layers, 2 * (2 + 2 * model.num_layers)
-    return dp * max(tokens_per_id * (wte + lm_head), num_tokens * 8 * fan)
 
 
 def _held_elements(spec: ExperimentSpec, probe: ProbeName, pp_rank: int) -> int:

@@ -1,22 +1,22 @@
 """Which elements of the tied weight an ordering gets wrong, from names and shapes alone, at any scale.
 
 An element is wrong exactly where the tie adds gradients that were scattered before and its owner differs between
-the first and the last stage. Pure interval arithmetic: a 175-billion-parameter model costs milliseconds. What a
+the first and the last stage; where the scatter overlaps with backward, also where it lies in a bucket that is scattered
+before its last gradient comes. Pure interval arithmetic: a 175-billion-parameter model costs milliseconds. What a
 misowned element then measures depends on the gradients and is predicted by whoever holds them (`workers.divergence`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
-from workers.contract import TINY, Mesh, ModelSpec, OrderingName, TrialSpec
+from workers.contract import Mesh, ModelSpec, OrderingName, TrialSpec
 from workers.errors import LayoutAssertionError, SpecError
-from workers.intervals import EMPTY, Interval, Intervals, count, intersect, normalize
-from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout
-from workers.orderings import ORDERINGS, Ordering
+from workers.intervals import EMPTY, Interval, Intervals, count, normalize, union
+from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout, default_bucket_size
+from workers.orderings import ORDERINGS, Ordering, ordering_of
 from workers.parameters import WORD_EMBEDDINGS, ParameterShape, gpt_stage_parameters, stage_parameters
 
 
@@ -28,57 +28,36 @@ class Prediction:
     """What the modelled version would say instead of running; then nothing else was computed but `num_elements`."""
     num_elements: int
     misowned_elements: int
+    """Owned by another dp rank at one end than at the other."""
+    early_elements: int
+    """Scattered before their last gradient came; with overlap only."""
     ranges: Intervals
-    """The misowned elements, flat, row-major; the same set at both ends."""
+    """The elements that are either, flat, row-major: what comes out wrong, the same set at both ends."""
     misowned_by_wte_owner: tuple[int, ...]
     """By dp_rank: how many misowned elements it owns on the first stage, and so updates with a wrong gradient."""
     misowned_by_lm_head_owner: tuple[int, ...]
 
     @property
+    def wrong_elements(self) -> int:
+        """How many elements come out wrong at each end."""
+        return count(self.ranges)
+
+    @property
     def fraction(self) -> float:
         """Share of the tied weight that is wrong at each end."""
-        return self.misowned_elements / self.num_elements if self.num_elements else 0.0
+        return self.wrong_elements / self.num_elements if self.num_elements else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogueModel:
-    """A public model in the layout's terms. `model.vocab_size` is as Megatron allocates it: padded to 128."""
+class Overlap:
+    """The dp sync starts during backward; on the first stage a bucket closes once it holds `bucket_size` elements."""
 
-    model: ModelSpec
-    published_vocab_size: int
-    tied: bool
-    source: str
+    bucket_size: int | None = None
+    """None takes Megatron-LM's default."""
 
-
-def _published(
-    vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, seq_len: int, tied: bool, source: str
-) -> CatalogueModel:
-    padded = -(-vocab_size // 128) * 128
-    return CatalogueModel(ModelSpec(padded, hidden_size, num_layers, num_heads, seq_len), vocab_size, tied, source)
-
-
-_GPT2 = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners"
-_GPT3 = "Brown et al. 2020, Language Models are Few-Shot Learners, table 2.1"
-_MEGATRON = "Shoeybi et al. 2019, Megatron-LM, table 2"
-
-MODELS: Mapping[str, CatalogueModel] = MappingProxyType(
-    {
-        "tiny": CatalogueModel(
-            TINY, TINY.vocab_size, True, "the model of the reference figures; vocabulary not padded"
-        ),
-        "gpt2": _published(50257, 768, 12, 12, 1024, True, _GPT2),
-        "gpt2-medium": _published(50257, 1024, 24, 16, 1024, True, _GPT2),
-        "gpt2-large": _published(50257, 1280, 36, 20, 1024, True, _GPT2),
-        "gpt2-xl": _published(50257, 1600, 48, 25, 1024, True, _GPT2),
-        "megatron-8.3b": _published(50257, 3072, 72, 24, 1024, True, _MEGATRON),
-        "gpt3-1.3b": _published(50257, 2048, 24, 16, 2048, True, _GPT3),
-        "gpt3-6.7b": _published(50257, 4096, 32, 32, 2048, True, _GPT3),
-        # The table prints 5140, which its 40 heads of 128 cannot give.
-        "gpt3-13b": _published(50257, 5120, 40, 40, 2048, True, _GPT3),
-        "gpt3-175b": _published(50257, 12288, 96, 96, 2048, True, _GPT3),
-    }
-)
-"""Models with a GPT's parameters (biases, learned positions, tied embeddings). Layouts follow the sizes alone."""
+    def resolved(self, dp: int) -> int:
+        """The size in elements."""
+        return default_bucket_size(dp) if self.bucket_size is None else self.bucket_size
 
 
 def predict(
@@ -86,41 +65,53 @@ def predict(
     mesh: Mesh,
     first: Sequence[ParameterShape],
     last: Sequence[ParameterShape],
+    overlap: Overlap | None = None,
 ) -> Prediction:
     """Predict for an ordering, or for a Megatron version (its layout, scattering before the tie).
 
     `first` and `last` are the first and last stage's parameters in registration order, of which at most one each is
     `shared_embedding`. With pp=1, or where neither is marked (untied weights), nothing is tied and nothing is misowned.
+    `overlap` is that of the dp sync with backward, if it does.
     """
-    rule, exposed = _rule(subject)
+    rule, exposed = _rule(subject, overlap is not None)
     wte_name, lm_head_name = _shared_name(first), _shared_name(last)
     if mesh.pp == 1 or wte_name is None or lm_head_name is None:
         return _nothing_misowned(mesh.dp, first)
     try:
-        layouts = build_layout(first, rule, mesh.dp), build_layout(last, rule, mesh.dp)
+        # Only the first stage's buckets are cut by size.
+        bucket_size = overlap.resolved(mesh.dp) if overlap else None
+        layouts = build_layout(first, rule, mesh.dp, bucket_size), build_layout(last, rule, mesh.dp)
     except LayoutAssertionError as error:
         return _nothing_misowned(mesh.dp, first, asserts=str(error))
     wte, lm_head = layouts
     misowned = misowned_intervals(wte, lm_head) if exposed else EMPTY
+    early = early_intervals(wte) if exposed and overlap and mesh.dp > 1 else EMPTY
+    wrong = union(misowned, early)
     return Prediction(
         asserts=None,
         num_elements=wte.param(wte_name).interval.size,
         misowned_elements=count(misowned),
-        ranges=misowned,
+        early_elements=count(early),
+        ranges=wrong,
         misowned_by_wte_owner=_by_owner(misowned, wte, wte_name),
         misowned_by_lm_head_owner=_by_owner(misowned, lm_head, lm_head_name),
     )
 
 
 def predict_model(
-    subject: OrderingName | LayoutVersion | LayoutRule, mesh: Mesh, model: ModelSpec, *, tied: bool = True
+    subject: OrderingName | LayoutVersion | LayoutRule,
+    mesh: Mesh,
+    model: ModelSpec,
+    *,
+    tied: bool = True,
+    overlap: Overlap | None = None,
 ) -> Prediction:
     """Predict for a GPT of these sizes; see `predict`. Raises SpecError for a mesh with tensor parallelism."""
     if mesh.tp != 1:
         raise SpecError(f"tp {mesh.tp}: prediction knows no tensor parallelism so far; set tp to 1")
     first = gpt_stage_parameters(model, mesh.num_stages, 0, tied=tied)
     last = gpt_stage_parameters(model, mesh.num_stages, mesh.num_stages - 1, tied=tied)
-    return predict(subject, mesh, first, last)
+    return predict(subject, mesh, first, last, overlap)
 
 
 def misowned_intervals(wte: BufferLayout, lm_head: BufferLayout) -> Intervals:
@@ -139,11 +130,37 @@ def misowned_intervals(wte: BufferLayout, lm_head: BufferLayout) -> Intervals:
     return normalize(differing)
 
 
+def early_intervals(wte: BufferLayout) -> Intervals:
+    """Elements of wte (its own flat coordinates) that lie in front of the bucket it was collected in.
+
+    Backward reaches wte last, so that with overlap the bucket in front is scattered before wte's last gradient comes.
+    lm_head comes first in its buffer and has nothing in front.
+    """
+    [shared] = [placed for placed in wte.params if placed.shared_embedding]
+    return normalize([Interval(0, min(wte.buckets[shared.bucket].offset - shared.start, shared.interval.size))])
+
+
 def trial_misowned(spec: TrialSpec) -> Intervals:
-    """The elements that a trial's ordering gets wrong at each end; empty where it ties before it scatters."""
-    if spec.mesh.dp == 1 or spec.mesh.pp == 1 or not ORDERINGS[spec.ordering].ties_after_scatter:
+    """Elements whose owner differs between the ends of a trial, where its phases make that matter."""
+    if not _exposes(spec):
         return EMPTY
     return misowned_intervals(*ordering_layouts(spec))
+
+
+def trial_early(spec: TrialSpec) -> Intervals:
+    """Elements of wte that a trial scatters before their last gradient comes; none without overlap."""
+    if not (_exposes(spec) and spec.overlap):
+        return EMPTY
+    return early_intervals(stage_layout(spec, 0))
+
+
+def trial_exposed(spec: TrialSpec) -> Intervals:
+    """Every element that a trial's ordering may get wrong, the same set at each end."""
+    return union(trial_misowned(spec), trial_early(spec))
+
+
+def _exposes(spec: TrialSpec) -> bool:
+    return spec.mesh.dp > 1 and spec.mesh.pp > 1 and ordering_of(spec).ties_after_scatter
 
 
 @lru_cache(maxsize=64)
@@ -155,16 +172,19 @@ def ordering_layouts(spec: TrialSpec) -> tuple[BufferLayout, BufferLayout]:
 def stage_layout(spec: TrialSpec, stage: int) -> BufferLayout:
     """A trial's buffer of one stage. Raises LayoutAssertionError where the modelled version would stop."""
     parameters = stage_parameters(spec.probe, spec.model, spec.mesh, stage)
-    return build_layout(parameters, ORDERINGS[spec.ordering].rule, spec.mesh.dp)
+    bucket_size = None
+    if spec.overlap and stage == 0:
+        bucket_size = Overlap(spec.bucket_size).resolved(spec.mesh.dp)
+    return build_layout(parameters, ordering_of(spec).rule, spec.mesh.dp, bucket_size)
 
 
-def _rule(subject: OrderingName | LayoutVersion | LayoutRule) -> tuple[LayoutRule, bool]:
+def _rule(subject: OrderingName | LayoutVersion | LayoutRule, overlap: bool) -> tuple[LayoutRule, bool]:
     """The layout's rule, and whether the phases expose misowned elements."""
     if isinstance(subject, LayoutRule):
         return subject, True
     if isinstance(subject, LayoutVersion):
         return RULES[subject], True
-    ordering: Ordering = ORDERINGS[subject]
+    ordering: Ordering = ORDERINGS[subject].overlapped() if overlap else ORDERINGS[subject]
     return ordering.rule, ordering.ties_after_scatter
 
 
@@ -183,13 +203,17 @@ def _owners_of_shared(layout: BufferLayout) -> tuple[tuple[Interval, int], ...]:
 
 
 def _by_owner(misowned: Intervals, layout: BufferLayout, name: str) -> tuple[int, ...]:
+    """Misowned elements by owning dp rank, in one walk over both: a wide mesh has as many ranges as shards."""
     counts = [0] * layout.dp
-    if misowned:
-        for dp_rank in range(layout.dp):
-            counts[dp_rank] = count(intersect(misowned, layout.owned_intervals(name, dp_rank)))
+    owners = layout.owners(name)
+    i = j = 0
+    while i < len(misowned) and j < len(owners):
+        part, dp_rank = owners[j]
+        counts[dp_rank] += max(0, min(misowned[i].stop, part.stop) - max(misowned[i].start, part.start))
+        i, j = i + (misowned[i].stop <= part.stop), j + (part.stop <= misowned[i].stop)
     return tuple(counts)
 
 
 def _nothing_misowned(dp: int, first: Sequence[ParameterShape], asserts: str | None = None) -> Prediction:
     num_elements = sum(parameter.numel for parameter in first if parameter.name == WORD_EMBEDDINGS)
-    return Prediction(asserts, num_elements, 0, EMPTY, (0,) * dp, (0,) * dp)
+    return Prediction(asserts, num_elements, 0, 0, EMPTY, (0,) * dp, (0,) * dp)

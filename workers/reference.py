@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from workers.contract import ProbeName, TrialSpec
+from workers.contract import End, ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
+from workers.exactness import EXACT_LIMIT, code_digits, coded_bound
 from workers.models import build_stage, exact, microbatch_loss, microbatches
+from workers.rank_code import contributor_index, rank_code
 
 
 class TiedGradients(NamedTuple):
@@ -58,7 +60,8 @@ def replay_tied_gradients(
 def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:
     """The exact probe's local tied gradients of `dp_rank` in `step` as int64 [V * H], on CPU, without autograd.
 
-    Raises ExactnessError if a gradient summed over the whole mesh could leave the exact range of float32.
+    Without the rank code (`signed_tied_gradients` has it). Raises ExactnessError if a gradient summed over the whole
+    mesh, code included, could leave the exact range of float32.
     """
     model = spec.model
     signs_H = exact.draw_signs(model, spec.seed, step)
@@ -75,6 +78,28 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
     lm_head_P = _add_rows(tied_VH, targets_T, upstream_TH * output_TH)
     _assert_exact(spec, int(wte_P.abs().max()) + int(lm_head_P.abs().max()), largest_inner)
     return TiedGradients(wte_P + lm_head_P, None) if spec.mesh.num_stages == 1 else TiedGradients(wte_P, lm_head_P)
+
+
+def signed_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:
+    """What each end of `dp_rank` gives to the sync: its integer gradient, signed with the trial's rank code."""
+    plain, code = exact_tied_gradients(spec, step, dp_rank), rank_code(spec)
+    if code is None:
+        return plain
+    signed = [
+        code.sign(grad_P, contributor_index(spec.mesh, end, dp_rank))
+        for end, grad_P in zip(End, plain, strict=True)
+        if grad_P is not None
+    ]
+    return TiedGradients(signed[0], signed[1] if len(signed) > 1 else None)
+
+
+def signed_tied_sum(spec: TrialSpec, step: int) -> torch.Tensor:
+    """The whole tied weight's true sum over all contributors, code included and unscaled: int64 [V * H], on CPU."""
+    parts = (signed_tied_gradients(spec, step, dp_rank) for dp_rank in range(spec.mesh.dp))
+    total_P = torch.zeros(spec.model.vocab_size * spec.model.hidden_size, dtype=torch.int64)
+    for part in parts:
+        total_P += part.wte_P if part.lm_head_P is None else part.wte_P + part.lm_head_P
+    return total_P
 
 
 def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:
@@ -130,9 +155,10 @@ def _integer_backward(
 
 def _assert_exact(spec: TrialSpec, largest_tied: int, largest_inner: int) -> None:
     """Signs never cancel, so a rank's largest sum is its sum of |terms|; every rank asserts its share of the mesh."""
-    largest = max(largest_tied, largest_inner) * spec.mesh.dp
-    if largest > exact.EXACT_LIMIT:
+    dp = spec.mesh.dp
+    largest = max(coded_bound(largest_tied * dp, code_digits(spec)), largest_inner * dp)
+    if largest > EXACT_LIMIT:
         raise ExactnessError(
-            f"a gradient's terms may add up to {largest}, above {exact.EXACT_LIMIT}, where float32 stops being exact; "
-            f"use fewer tokens a step, fewer layers or a smaller dp (now {spec.mesh.dp})"
+            f"a gradient's terms may add up to {largest}, above {EXACT_LIMIT}, where float32 stops being exact; "
+            f"use fewer tokens a step, fewer layers or a smaller dp (now {dp})"
         )

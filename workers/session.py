@@ -31,7 +31,7 @@ from workers.contract import (
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
 from workers.mesh import MeshGroups
-from workers.reference import exact_tied_gradients, replay_tied_gradients
+from workers.reference import replay_tied_gradients, signed_tied_gradients
 from workers.step import PhaseClock, RankTrial
 
 MAX_CACHED_MESHES = 4
@@ -190,7 +190,7 @@ class ReplayMemo:
 def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[Replay, Replay]:
     """(wte, lm_head) contributions of one dp rank, computed by this process alone, each with its floor."""
     if spec.probe is ProbeName.EXACT:
-        exact = exact_tied_gradients(spec, step, dp_rank)
+        exact = signed_tied_gradients(spec, step, dp_rank)
         wte = Replay(exact.wte_P.to(device, torch.float32), 0.0)
         return wte, wte if exact.lm_head_P is None else Replay(exact.lm_head_P.to(device, torch.float32), 0.0)
     replayed = replay_tied_gradients(spec, step, dp_rank, device)

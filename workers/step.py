@@ -29,20 +29,24 @@ from workers.contract import (
     TraceRow,
     TrialSpec,
 )
+from workers.contributions import TiedSync
 from workers.divergence import judge_end
-from workers.exchange import Expectation, Holding, Replay
+from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
-from workers.grad_sync import prescale_for
+from workers.grad_sync import prescale_of
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
+from workers.local_gradients import LocalGradients
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, microbatches, seed_weights
 from workers.optimizer import optimizer_for
-from workers.orderings import ORDERINGS, Ordering, SyncPhase
+from workers.orderings import Ordering, SyncPhase, ordering_of
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
-from workers.prediction import stage_layout, trial_misowned
+from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
+from workers.rank_code import rank_code, sign_gradients
+from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
@@ -54,6 +58,9 @@ _RANK_PHASES = {
 }
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+
+MAX_ANSWER_ELEMENTS = 1 << 26
+"""Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
 class PhaseClock:
@@ -104,10 +111,10 @@ class RankTrial:
         self._at = coordinates
         self._clock = clock
         self._replay = replay
-        self._ordering = ORDERINGS[spec.ordering]
+        self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         self._communicator = ProcessGroups(coordinates.world_rank, groups)
-        self._prescale = prescale_for(self._ordering, spec.probe, spec.mesh.dp)
+        self._prescale = prescale_of(spec)
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
@@ -124,6 +131,9 @@ class RankTrial:
             if name := tied_parameter_name(spec.mesh.num_stages, stage):
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
+        # Before the stack's hooks, so that they see a gradient before the stack does.
+        self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
@@ -145,7 +155,7 @@ class RankTrial:
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
         )
-        return ReferenceStack(context, self._ordering, layouts, self._prescale)
+        return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
 
     def _struck(self, communicator: ProcessGroups) -> Communicator:
         """What the stack under test talks through; the judge has its own."""
@@ -164,7 +174,7 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._stack.grad, self._parameters()))
+        num_nonfinite = count_nonfinite(*map(self._local_grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
@@ -191,17 +201,24 @@ class RankTrial:
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
         self._stack.zero_grad()
+        if self._local is not None:
+            self._local.zero()
+        self._signer.begin_step()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         return self._pipeline.run_step(tokens, targets)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._tied is None:
             return None, []
-        grad_P = self._stack.grad(self._tied)
+        grad_P = self._local_grad(self._tied)
         if self._local_P is None:
             self._local_P = torch.empty_like(grad_P)
         self._local_P.copy_(grad_P)
-        return self._local_P, self._trace(Phase.LOCAL)
+        return self._local_P, self._trace(Phase.LOCAL, grad_P)
+
+    def _local_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The sum over this rank's microbatches; with overlap the stack's own is being synchronised already."""
+        return self._stack.grad(parameter) if self._local is None else self._local.grad(parameter)
 
     def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
         upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
@@ -209,7 +226,8 @@ class RankTrial:
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
-            trace.extend(self._trace(phase))
+            if self._tied is not None:
+                trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
         self._enter(next(upcoming), step)
@@ -217,10 +235,9 @@ class RankTrial:
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
-    def _trace(self, phase: Phase) -> list[TraceRow]:
-        if self._end is None or self._tied is None:
+    def _trace(self, phase: Phase, grad_P: Tensor) -> list[TraceRow]:
+        if self._end is None:
             return []
-        grad_P = self._stack.grad(self._tied)
         rows = []
         for shard, owned in enumerate(self._shards):
             part_n = select(grad_P, owned)
@@ -237,9 +254,19 @@ class RankTrial:
             replay=self._replay(self._spec, step, neighbour, self._end),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
+            late_P=None if self._local is None else self._local.last_P,
+            answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
+
+    def _answer(self, step: int) -> Answer | None:
+        """The integer answer of every element, where there is one and one rank may take the time to compute it."""
+        spec = self._spec
+        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
+            return None
+        return lambda: signed_tied_sum(spec, step)
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -296,12 +323,20 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
-        prescale=prescale_for(ordering, spec.probe, mesh.dp),
+        prescale=prescale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
-        misowned=trial_misowned(spec),
+        tied_sync=_tied_sync(spec),
         owned=tuple(owned),
+        code=rank_code(spec),
     )
+
+
+def _tied_sync(spec: TrialSpec) -> TiedSync | None:
+    if not trial_exposed(spec):
+        return None
+    prescale = prescale_of(spec)
+    return TiedSync(spec.mesh.dp, prescale.factor, prescale.local_factor, trial_misowned(spec), trial_early(spec))
 
 
 def moments(values_n: Tensor) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.communicator import Communicator, Moment, ProcessGroups, part
+from workers.communicator import Communicator, Moment, Pending, ProcessGroups, part
 from workers.contract import Drill, RankPhase
 from workers.errors import DrillError
 from workers.faults import FaultName
@@ -43,7 +43,10 @@ def arm(drill: Drill, communicator: ProcessGroups, where: Where) -> Communicator
 
 @dataclass(frozen=True, slots=True)
 class Striker:
-    """Watches one rank's collectives and breaks it at the drill's moment, in phase `dp_sync` of the drill's step."""
+    """Watches one rank's collectives and breaks it at the drill's moment, in the dp sync of the drill's step.
+
+    With overlap that sync starts in the midst of backward, where there is no other collective of the stack.
+    """
 
     drill: Drill
     where: Where
@@ -51,7 +54,9 @@ class Striker:
     def __call__(self, moment: Moment) -> None:
         """Called by the communicator before, in and after each collective."""
         fault = FaultName(self.drill.fault)
-        if _MOMENTS[fault] is moment and self.where() == (RankPhase.DP_SYNC, self.drill.step):
+        phase, step = self.where()
+        in_dp_sync = phase in (RankPhase.DP_SYNC, RankPhase.FORWARD_BACKWARD)
+        if _MOMENTS[fault] is moment and in_dp_sync and step == self.drill.step:
             strike(fault)
 
 
@@ -77,13 +82,21 @@ class StruckCommunicator:
 
     def reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
-        self._inner.reduce_scatter(members, buckets)
-        self._damage(members, buckets)
+        self.start_reduce_scatter(members, buckets).wait()
+
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`."""
+        pending = self._inner.start_reduce_scatter(members, buckets)
+        return _Struck(pending, lambda: self._damage(members, buckets))
 
     def all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
-        self._inner.all_reduce(members, tensors)
-        self._damage(members, tensors)
+        self.start_all_reduce(members, tensors).wait()
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        """See `Communicator`."""
+        pending = self._inner.start_all_reduce(members, tensors)
+        return _Struck(pending, lambda: self._damage(members, tensors))
 
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """See `Communicator`."""
@@ -96,6 +109,19 @@ class StruckCommunicator:
         received_n = part(tensors[world_rank], members.index(world_rank), len(members))
         if torch.count_nonzero(received_n):
             flip_bit(received_n)
+
+
+@dataclass(frozen=True, slots=True)
+class _Struck:
+    """A collective under way whose result is damaged once it is there."""
+
+    pending: Pending
+    damage: Callable[[], None]
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self.pending.wait()
+        self.damage()
 
 
 def flip_bit(values_n: Tensor, bit: int = 22) -> None:

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from workers.contract import Judgement, ProbeName, Reason, Role, Schedule, StepReport, TrialSpec, TrialSummary, Verdict
+from workers.contract import (
+    DivergenceRow,
+    Judgement,
+    ProbeName,
+    Reason,
+    Role,
+    Schedule,
+    StepReport,
+    TrialSpec,
+    TrialSummary,
+    Verdict,
+)
 from workers.evidence import (
     Evidence,
     collect,
@@ -19,11 +30,15 @@ from workers.evidence import (
     uncovered_steps,
     untied_steps,
 )
+from workers.exactness import code_digits
+from workers.findings import sentence
 from workers.intervals import count
-from workers.prediction import trial_misowned
+from workers.prediction import trial_exposed
 
 VERDICT_RULES_VERSION = 1
 """Rises with every change of what makes a verdict; stored with each validation."""
+MAX_STORIES = 2
+"""Stories of one shard that a reason tells; the row has them all."""
 
 
 def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgement:
@@ -80,14 +95,16 @@ def _subject_failures(evidence: Evidence) -> Iterator[Reason]:
         where = f"most {_at(report)}: {row.diverged_elements} of {row.owned_elements} elements of {row.end.value}"
         span = f"between elements {row.first_diverged} and {row.last_diverged}, by up to {row.max_abs_error:.3e}"
         total = max(evidence.total("diverged_elements"), evidence.total("unexpected_elements"))
-        yield Reason("subject_diverged", f"{evidence.title}: {total} elements are wrong, {where}, {span}.")
+        message = f"{total} elements are wrong, {where}, {span}{_told(report, row)}"
+        yield Reason("subject_diverged", f"{evidence.title}: {message}.")
     exceeded = sum(tied.exceeded_elements for tied in evidence.ties())
     if exceeded:
         message = f"{exceeded} elements differ between the two ends by more than rounding allows"
         yield Reason("ends_differ", f"{evidence.title}: {message}.")
     far = evidence.total("reference_exceeded_elements")
     if far:
-        message = f"{far} elements are further from the single-process run than rounding allows"
+        report, row = max(evidence.rows(), key=lambda pair: pair[1].reference_exceeded_elements)
+        message = f"{far} elements are further from the single-process run than rounding allows{_told(report, row)}"
         yield Reason("reference_exceeded", f"{evidence.title}: {message}.")
 
 
@@ -131,7 +148,9 @@ def _control_doubts(evidence: Evidence) -> Iterator[Reason]:
         message = f"none of the {predicted} elements predicted wrong was seen wrong; the instrument may be blind"
         yield Reason("control_not_seen", f"{evidence.title}: {message}.")
     elif missed or unexpected:
+        report, row = max(evidence.rows(), key=lambda pair: (pair[1].unexpected_elements, pair[1].missed_elements))
         message = f"of {predicted} elements predicted wrong {missed} were not, and {unexpected} others were"
+        message += _told(report, row)
         yield Reason("control_mismatch", f"{evidence.title}: {message}; the instrument and its prediction disagree.")
 
 
@@ -164,7 +183,7 @@ def _why_not_applicable(evidence: Evidence) -> str:
         return "with dp=1 the one replica owns every element, so no ordering can get one wrong"
     if spec.mesh.pp == 1:
         return "with pp=1 one stage holds the only copy of the tied weight, so nothing is tied"
-    if not count(trial_misowned(spec)):
+    if not count(trial_exposed(spec)):
         return "both ends shard the tied weight alike on this mesh and model, so no element is owned differently"
     return "the terms that its elements lack are zero or too small to be told from rounding"
 
@@ -178,14 +197,30 @@ def _clean(gathered: Sequence[Evidence]) -> Reason:
     predicted = sum(evidence.total("predicted_elements") for evidence in controls)
     right = f"{', '.join(evidence.title for evidence in subjects)} right in all {compared} elements compared"
     seen = f"{', '.join(evidence.title for evidence in controls)} wrong in exactly the {predicted} predicted"
-    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}.")
+    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}{_unsigned(gathered)}.")
+
+
+def _unsigned(gathered: Sequence[Evidence]) -> str:
+    """What a request's size took from the exact probe: its answer is as certain, but names are told by size alone."""
+    if any(evidence.spec.probe is ProbeName.EXACT and not code_digits(evidence.spec) for evidence in gathered):
+        return "; exact ran without the rank code, for which sums of this size leave no room in float32"
+    return ""
 
 
 def _coverage(spec: TrialSpec) -> str:
     """Mesh and schedule in words; what is as by default is left out."""
     mesh = spec.mesh
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
-    return named + (f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else "")
+    named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
+    named += ", scatter overlapping backward" if spec.overlap else ""
+    return named + (", averaged in the collective" if spec.average_in_collective else "")
+
+
+def _told(report: StepReport, row: DivergenceRow) -> str:
+    """What the row's wrong elements consist of, as the end of a sentence."""
+    told = [sentence(deviation, row.end, report.world_rank) for deviation in row.deviations[:MAX_STORIES]]
+    more = f"; {len(row.deviations) - MAX_STORIES} more stories there" if len(row.deviations) > MAX_STORIES else ""
+    return "".join(f": {story}" if i == 0 else f"; {story}" for i, story in enumerate(told)) + more
 
 
 def _missing(evidence: Evidence) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
 from service.domain.validation import Cause, State, Validation
-from workers.contract import End, OrderingName, Phase, ProbeName, Role, Verdict
+from workers.contract import DeviationKind, End, OrderingName, Phase, ProbeName, Role, Verdict
 from workers.encoding import dumps, plain
 
 JSON = "application/json"
@@ -126,6 +126,27 @@ class ReportRow(Document):
     end: End
 
 
+class ContributorDocument(Document):
+    """One rank's copy of the tied weight, whose own gradient is one term of every sum."""
+
+    end: End
+    dp_rank: int
+    world_rank: int
+
+
+class DeviationDocument(Document):
+    """What some wrong elements consist of: whose share is missing, doubled or scaled, or whose sum they are."""
+
+    kind: DeviationKind
+    contributors: list[ContributorDocument]
+    """The first few; empty where it is about the whole sum, or nobody can be named for certain."""
+    num_contributors: int
+    factor: Number | None
+    uncertainty: Number
+    first_element: int
+    num_elements: int
+
+
 class RankRow(ReportRow):
     """What one rank's owned elements of one end show in one step (padding excluded)."""
 
@@ -147,6 +168,8 @@ class RankRow(ReportRow):
     sum: Number
     l2: Number
     digest: str
+    deviations: list[DeviationDocument]
+    """Most elements first; relative to the true sum, also where the ordering is expected to be wrong."""
     tied_num_elements: int | None
     """Elements of both ends that this rank compared after assembly; null on ranks that compared none."""
     tied_unequal_elements: int | None
@@ -250,5 +273,7 @@ def _matches(headers: Sequence[str], etag: str) -> bool:
 
 
 def _cell(value: object) -> object:
-    """Empty for null; floats by their shortest exact form."""
+    """Empty for null; floats by their shortest exact form; lists as JSON."""
+    if isinstance(value, list):
+        return dumps(value)
     return "" if value is None else plain(value)

@@ -22,6 +22,14 @@ VALIDATE_REQUESTS: dict[str, dict[str, Any]] = {
         "summary": "Two model chunks a rank (interleaved 1F1B): the tied weight is on the first and the last of them",
         "value": {"mesh": {"dp": 2, "pp": 2, "vpp": 2}, "batch": {"num_microbatches": 4}},
     },
+    "overlap": {
+        "summary": "Each bucket is scattered in the midst of backward: the reporter's fix is wrong then, and a control",
+        "value": {"overlap": True, "bucket_size": 8000, "orderings": ["buggy", "fixed", "own_bucket"]},
+    },
+    "averaging": {
+        "summary": "The collective averages, instead of a scaling by 1/dp before it",
+        "value": {"average_in_collective": True, "orderings": ["buggy", "own_bucket"]},
+    },
     "drill": {
         "summary": "Kill a rank on purpose, to see how a failure is reported",
         "value": {"drill": {"fault": "kill_in_collective", "world_rank": 3, "step": 1}},
@@ -33,6 +41,10 @@ PREDICT_REQUESTS: dict[str, dict[str, Any]] = {
     "version": {
         "summary": "A Megatron-LM release, a real model",
         "value": {"version": "v0.12", "mesh": {"dp": 8, "pp": 4}, "model": "gpt3-175b"},
+    },
+    "overlap": {
+        "summary": "The reporter's fix where the gradient sync overlaps with backward",
+        "value": {"ordering": "fixed", "overlap": True, "bucket_size": 8000},
     },
     "interleaved": {
         "summary": "Two model chunks a rank: each has a buffer of its own, so that other elements are misowned",

@@ -28,13 +28,15 @@ from workers.contract import ModelSpec, OrderingName
 from workers.errors import SpecError
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import MODELS, Prediction, predict_model
+from workers.prediction import Overlap, Prediction, predict_model
+from workers.public_models import MODELS
 
 MAX_DP = 16_384
 MAX_PP = 1_024
 MAX_VPP = 64
 MAX_LAYERS = 4_096
 MAX_SIZE = 2**24
+MAX_BUCKET_SIZE = 2**40
 MAX_RANGES = 1_000
 
 router = APIRouter(tags=["analysis"])
@@ -49,6 +51,10 @@ class PredictRequest(Strict):
     mesh: MeshRequest = MeshRequest()
     model: ModelChoice = Field(default="tiny", json_schema_extra={"examples": list(MODELS)})
     """A known model by name, or sizes."""
+    overlap: bool = False
+    """The gradient sync starts in the midst of backward: `fixed` cannot tie before it."""
+    bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    """Elements at which a bucket closes, with overlap, on the first stage; null takes Megatron-LM's default."""
     max_ranges: int = Field(default=100, ge=0, le=MAX_RANGES)
     """How many ranges to list at most."""
 
@@ -104,11 +110,17 @@ class PredictionDocument(Document):
     source: str
     mesh: MeshRequest
     model: PredictedModel
+    overlap: bool
     asserts: str | None
     num_elements: int
     misowned_elements: int
-    """At each end: it is the same set at both."""
+    """Owned by another rank at one end than at the other; the same set at both."""
+    early_elements: int
+    """Scattered before their last gradient came, with overlap; wrong at both ends."""
+    wrong_elements: int
+    """Either of the two, at each end."""
     fraction: float
+    """Share of the tied weight that is wrong."""
     num_ranges: int
     ranges: list[RangeDocument]
     """The first `max_ranges` of them; `num_ranges` counts all."""
@@ -132,7 +144,8 @@ async def predict(request: Request) -> Response:
     subject = _subject(asked)
     model, tied = _model(asked)
     # Off the event loop: the largest meshes take a tenth of a second.
-    prediction = await asyncio.to_thread(predict_model, subject, asked.mesh.spec(), model, tied=tied)
+    overlap = Overlap(asked.bucket_size) if asked.overlap else None
+    prediction = await asyncio.to_thread(predict_model, subject, asked.mesh.spec(), model, tied=tied, overlap=overlap)
     return json_response(request, _document(asked, subject, model, tied, prediction))
 
 
@@ -142,6 +155,9 @@ def _violations(asked: PredictRequest) -> Iterator[FieldError]:
         yield FieldError("version", asked.version, rule, "give the one that you mean")
     if isinstance(asked.model, str) and asked.model not in MODELS:
         yield FieldError("model", asked.model, f"must be one of {', '.join(MODELS)}", "name one, or give sizes")
+    if asked.bucket_size is not None and not asked.overlap:
+        rule = "cuts buckets only with overlap, which is false"
+        yield FieldError("bucket_size", asked.bucket_size, rule, "set overlap to true, or leave bucket_size out")
     for name, value, least, most in _bounded(asked):
         if not least <= value <= most:
             rule = f"must be from {least} to {most}"
@@ -159,6 +175,8 @@ def _bounded(asked: PredictRequest) -> Iterator[tuple[str, int, int, int]]:
     yield "mesh.pp", mesh.pp, 1, MAX_PP
     yield "mesh.tp", mesh.tp, 1, 1
     yield "mesh.vpp", mesh.vpp, 1, 1 if mesh.pp == 1 else MAX_VPP
+    if asked.bucket_size is not None:
+        yield "bucket_size", asked.bucket_size, 1, MAX_BUCKET_SIZE
     if not isinstance(asked.model, str):
         for name, value in asked.model.model_dump().items():
             yield f"model.{name}", value, 1, MAX_LAYERS if name == "num_layers" else MAX_SIZE
@@ -195,7 +213,10 @@ def _document(
         "model": {"name": asked.model if isinstance(asked.model, str) else None, **asdict(model), "tied": tied},
         "asserts": found.asserts,
         "num_elements": found.num_elements,
+        "overlap": asked.overlap,
         "misowned_elements": found.misowned_elements,
+        "early_elements": found.early_elements,
+        "wrong_elements": found.wrong_elements,
         "fraction": found.fraction,
         "num_ranges": len(found.ranges),
         "ranges": [{"start": part.start, "stop": part.stop} for part in found.ranges[: asked.max_ranges]],

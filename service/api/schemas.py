@@ -133,7 +133,12 @@ class ValidateRequest(Strict):
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """`1f1b` is interleaved where mesh.vpp > 1; `gpipe` runs all forwards before all backwards, and needs vpp 1."""
     overlap: bool = False
+    """Start each bucket's gradient sync in the midst of backward. `fixed` cannot tie in time then and is a control."""
     bucket_size: int | None = Field(default=None, json_schema_extra={"minimum": 1})
+    """Elements at which a bucket closes, with overlap, on the first stage; null takes Megatron-LM's 40,000,000."""
+    average_in_collective: bool = False
+    """Let the collective average, instead of scaling every gradient by 1/dp before its sum: a wrong element then holds
+    its rank's own share undivided."""
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]
     orderings: list[OrderingName] = [OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET]
     steps: int = Field(default=2, json_schema_extra={"minimum": 1})
@@ -157,6 +162,7 @@ class ValidateRequest(Strict):
             schedule=self.schedule,
             overlap=self.overlap,
             bucket_size=self.bucket_size,
+            average_in_collective=self.average_in_collective,
             probes=tuple(self.probes),
             orderings=tuple(self.orderings),
             steps=self.steps,

@@ -41,6 +41,7 @@ def to_experiment(request: Mapping[str, Any]) -> ExperimentSpec:
         schedule=Schedule(request.get("schedule", default.schedule)),
         overlap=request.get("overlap", default.overlap),
         bucket_size=request.get("bucket_size"),
+        average_in_collective=request.get("average_in_collective", default.average_in_collective),
         probes=tuple(ProbeName(name) for name in request.get("probes", default.probes)),
         orderings=tuple(OrderingName(name) for name in request.get("orderings", default.orderings)),
         steps=request.get("steps", default.steps),

@@ -172,7 +172,8 @@ def _divergence_rows(validation_id: str, reports: Sequence[StepReport]) -> Itera
     values = _getter(divergence)
     for report in reports:
         for row in report.divergence:
-            yield (validation_id, *_place(report), *values(row))
+            *figures, deviations = values(row)
+            yield (validation_id, *_place(report), *figures, Jsonb(deviations, dumps))
 
 
 def _trace_rows(validation_id: str, reports: Sequence[StepReport]) -> Iterator[Row]:

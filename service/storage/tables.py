@@ -227,6 +227,7 @@ divergence = Table(
     _real("sum"),
     _real("l2"),
     _text("digest"),
+    Column("deviations", JSONB, nullable=False, server_default=text("'[]'")),
     PrimaryKeyConstraint("validation_id", "trial_index", "step", "world_rank", "end"),
 )
 

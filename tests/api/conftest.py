@@ -22,6 +22,9 @@ from service.storage import events, queue
 from service.storage.queue import Claim
 from service.storage.session import Database
 from workers.contract import (
+    Contributor,
+    Deviation,
+    DeviationKind,
     DivergenceRow,
     End,
     Judgement,
@@ -235,4 +238,5 @@ def _divergence(end: End) -> DivergenceRow:
         sum=-math.inf,
         l2=1.0,
         digest="cd",
+        deviations=(Deviation(DeviationKind.DROPPED, (Contributor(End.LM_HEAD, 0, 2),), 1, 0.0, math.nan, 0, 512),),
     )

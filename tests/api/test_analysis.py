@@ -9,7 +9,7 @@ import pytest
 from service.api.orderings import OrderingCatalogue
 from service.api.predict import PredictionDocument
 from workers.contract import OrderingName
-from workers.prediction import MODELS
+from workers.public_models import MODELS
 
 
 async def predict(api, **request):
@@ -59,6 +59,13 @@ async def test_versions_differ_as_they_did_in_the_real_library(api, version, dp,
     assert sum(part["stop"] - part["start"] for part in body["ranges"]) == misowned
 
 
+async def test_overlap_breaks_the_reporter_s_fix_and_what_lies_in_padding(api):
+    fixed = await predict(api, ordering="fixed", overlap=True)
+    assert (fixed["misowned_elements"], fixed["early_elements"], fixed["wrong_elements"]) == (2048, 0, 2048)
+    padded = await predict(api, version="0650d83", overlap=True)
+    assert (padded["overlap"], padded["early_elements"], padded["wrong_elements"]) == (True, 64, 128)
+
+
 async def test_chunks_have_buffers_of_their_own_and_so_other_wrong_elements(api):
     whole, halved = [await predict(api, model="gpt2", mesh={"dp": 2, "pp": 2, "vpp": vpp}) for vpp in (1, 2)]
     assert halved["mesh"]["vpp"] == 2
@@ -104,6 +111,8 @@ async def test_every_known_model_can_be_named(api):
         ({"mesh": {"dp": 10**9}}, "mesh.dp"),
         ({"mesh": {"tp": 2}}, "mesh.tp"),
         ({"mesh": {"vpp": 65}}, "mesh.vpp"),
+        ({"bucket_size": 8000}, "bucket_size"),
+        ({"overlap": True, "bucket_size": 0}, "bucket_size"),
         ({"mesh": {"pp": 1, "vpp": 2}}, "mesh.vpp"),
         ({"max_ranges": 10**6}, "max_ranges"),
         ({"dp": 2}, "dp"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 
 import pytest
@@ -161,6 +162,9 @@ async def test_rank_rows_page_through_in_json(api, dispatcher):
     row = rows[0]
     assert row["max_abs_error"] == 0.1 + 0.2, "every bit survives"
     assert (row["relative_l2_error"], row["ratio_to_expected"], row["sum"]) == ("Infinity", "NaN", "-Infinity")
+    (deviation,) = row["deviations"]
+    assert deviation["contributors"] == [{"end": "lm_head", "dp_rank": 0, "world_rank": 2}]
+    assert (deviation["kind"], deviation["num_elements"], deviation["uncertainty"]) == ("dropped", 512, "NaN")
     assert (row["tied_unequal_elements"], rows[2]["tied_unequal_elements"]) == (3, None)
 
 
@@ -180,6 +184,7 @@ async def test_rank_rows_as_csv_are_the_same_rows(api, dispatcher):
         assert float(row["max_abs_error"]) == item["max_abs_error"]
         assert math.isnan(float(row["ratio_to_expected"]))
         assert row["reference_max_abs_error"] == ""
+        assert json.loads(row["deviations"]) == item["deviations"]
     assert json_page.headers["etag"] != response.headers["etag"]
     assert json_page.headers["vary"] == "Accept"
 

@@ -59,6 +59,18 @@ def test_chunks_of_a_virtual_pipeline_from_the_model_sizes() -> None:
             assert as_json(stage_layout(trial, stage)) == {key: chunk[key] for key in as_json(stage_layout(trial, 0))}
 
 
+def test_buckets_under_overlap_from_the_model_sizes() -> None:
+    vector = load("mcore0161_overlap_bucket8000_dp2.layout")
+    model = ModelSpec(vector["vocab"], vector["hidden"], num_layers=4, num_heads=4, seq_len=16)
+    mesh = Mesh(vector["dp"], vector["pp"])
+    trial = TrialSpec(ProbeName.GPT, OrderingName.OWN_BUCKET, mesh, model, BatchSpec(1, 2))
+    trial = replace(trial, overlap=True, bucket_size=vector["bucket_size"])
+    for stage in range(mesh.pp):
+        (captured,) = vector["layout"][f"pp{stage}"]
+        layout = as_json(stage_layout(trial, stage))
+        assert layout == {key: captured[key] for key in layout}
+
+
 @pytest.mark.parametrize("case", STEPS)
 def test_owners(case: str) -> None:
     vector = load(case)

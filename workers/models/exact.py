@@ -13,7 +13,8 @@ Cut over tensor-parallel ranks as an MLP with sequence parallelism: A by rows, B
 between layers each rank has one part of the sequence, where a replicated bias of zeros is added behind B: the stand-in
 for a layernorm, whose gradient is a part on each rank. Ranks meet only where a flow yields (`workers.tensor_parallel`).
 
-Must stay in float32 and within 2^24; `workers.reference` holds the integer answer and the assertion.
+Must stay in float32 and within 2^24; `workers.exactness` bounds its sums, `workers.reference` holds the integer answer
+and the assertion.
 """
 
 from __future__ import annotations
@@ -31,9 +32,6 @@ from workers.models.vocabulary import look_up, target_logits
 from workers.models.weights import Shard, cut
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, padded_vocab_size
 from workers.tensor_parallel import Flow, gather_sequence, reduce_replicated, reduce_sequence, run_flow
-
-EXACT_LIMIT = 1 << 24
-"""Float32 holds every integer up to here, so sums below it are exact in any order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class Stack(Protocol):
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient as float32 [numel]: a view, so that it follows what `finalize` does. Local.
 
-        Between backward and `finalize` the sum over this rank's microbatches; afterwards right where `owned`.
+        Between backward and `finalize` the sum over this rank's microbatches, unless the stack overlaps its sync with
+        backward; after `finalize` right where `owned`.
         """
 
     def step(self) -> None:

@@ -9,21 +9,31 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from workers.communicator import Pending
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into
-from workers.grad_sync import Observer, Prescale, sync_gradients
+from workers.grad_sync import Observer, Prescale, start_bucket, sync_gradients
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.mesh import dp_members
 from workers.optimizer import ShardedOptimizer
-from workers.orderings import Ordering
+from workers.orderings import Ordering, SyncPhase
+from workers.overlap import BucketLauncher
 from workers.stacks.protocol import StackContext
 
 
 class ReferenceStack:
-    """See `workers.stacks.protocol.Stack`. `layouts` are those of the modules' parameters, one per chunk."""
+    """See `workers.stacks.protocol.Stack`. `layouts` are those of the modules' parameters, one per chunk.
+
+    With `overlap` each bucket's dp sync starts in the midst of backward.
+    """
 
     def __init__(
-        self, context: StackContext, ordering: Ordering, layouts: Sequence[BufferLayout], prescale: Prescale
+        self,
+        context: StackContext,
+        ordering: Ordering,
+        layouts: Sequence[BufferLayout],
+        prescale: Prescale,
+        overlap: bool = False,
     ) -> None:
         self._context = context
         self._ordering = ordering
@@ -35,8 +45,10 @@ class ReferenceStack:
         }
         self._grads = tuple(map(self._grad_buffer, range(len(layouts)), layouts))
         self._weights = tuple(map(ParameterBuffer, context.modules, layouts))
-        for module, buffer in zip(context.modules, self._grads, strict=True):
-            accumulate_into(module, buffer)
+        self._launchers = tuple(self._launcher(chunk) for chunk in range(len(layouts))) if overlap else ()
+        if not overlap:
+            for module, buffer in zip(context.modules, self._grads, strict=True):
+                accumulate_into(module, buffer)
         self._optimizer = ShardedOptimizer(
             context.make_optimizer,
             self._weights,
@@ -52,16 +64,34 @@ class ReferenceStack:
         device = next(self._context.modules[chunk].parameters()).device
         return GradBuffer(layout, device, tied_name if chunk == tied_chunk else None)
 
+    def _launcher(self, chunk: int) -> BucketLauncher:
+        context, buffer = self._context, self._grads[chunk]
+        members = dp_members(context.mesh, context.at.pp_rank)
+        phase = next(phase for phase in self._ordering.phases if phase is not SyncPhase.TIE_ALL_REDUCE)
+
+        def start(bucket: int) -> Pending:
+            buckets = {context.at.world_rank: buffer.bucket(bucket)}
+            return start_bucket(phase, members, buckets, context.communicator, self._prescale)
+
+        return BucketLauncher(context.modules[chunk], buffer, context.num_microbatches, start)
+
     def zero_grad(self) -> None:
         """Zero the buffers, padding included."""
         for buffer in self._grads:
             buffer.zero()
+        for launcher in self._launchers:
+            launcher.reset()
 
     def finalize(self, observe: Observer) -> None:
         """Run the ordering's phases."""
         context = self._context
         buffers = {context.at.world_rank: self._grads}
-        sync_gradients(self._ordering, context.mesh, buffers, context.communicator, self._prescale, observe)
+        finish = self._finish_launched if self._launchers else None
+        sync_gradients(self._ordering, context.mesh, buffers, context.communicator, self._prescale, observe, finish)
+
+    def _finish_launched(self) -> None:
+        for launcher in self._launchers:
+            launcher.finish()
 
     def owned(self, parameter: nn.Parameter) -> Intervals:
         """This rank's shards of the parameter; all of it without a distributed optimizer."""

@@ -30,15 +30,24 @@ COMPOSITIONS: dict[int, list[Composition]] = {
     2: [
         Composition(Mesh(1, 2, vpp=2), verdict=Verdict.INCONCLUSIVE),
         Composition(Mesh(2, 1), {"schedule": Schedule.GPIPE}, Verdict.INCONCLUSIVE),
+        Composition(Mesh(2, 1), {"overlap": True, "bucket_size": 3000}, Verdict.INCONCLUSIVE),
+        Composition(Mesh(1, 2), {"overlap": True, "bucket_size": 3000}, Verdict.INCONCLUSIVE),
     ],
     4: [
         Composition(Mesh(2, 2, vpp=2)),
         Composition(Mesh(2, 2), {"schedule": Schedule.GPIPE}),
+        Composition(Mesh(2, 2), {"overlap": True}),
+        Composition(Mesh(2, 2), {"overlap": True, "bucket_size": 500}),
+        Composition(Mesh(2, 2, vpp=2), {"overlap": True, "bucket_size": 3000}),
+        Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
     ],
     6: [
         Composition(Mesh(3, 2, vpp=2)),
         Composition(Mesh(2, 3, vpp=2), {"model": DEEP}),
         Composition(Mesh(2, 3), {"schedule": Schedule.GPIPE}),
+        Composition(Mesh(3, 2), {"overlap": True, "bucket_size": 3000}),
+        Composition(Mesh(2, 3), {"overlap": True, "bucket_size": 1}),
+        Composition(Mesh(3, 2), {"average_in_collective": True}),
     ],
 }
 

@@ -12,6 +12,9 @@ from service.domain.validation import Validation, new_validation_id
 from service.storage import queue, validations
 from service.storage.session import Database
 from workers.contract import (
+    Contributor,
+    Deviation,
+    DeviationKind,
     DivergenceRow,
     End,
     Judgement,
@@ -28,6 +31,15 @@ from workers.contract import (
     Verdict,
 )
 
+DEVIATION = Deviation(
+    kind=DeviationKind.DROPPED,
+    contributors=(Contributor(End.LM_HEAD, 1, 3),),
+    num_contributors=1,
+    factor=0.0,
+    uncertainty=5e-324,
+    first_element=0,
+    num_elements=7,
+)
 Queue = Callable[..., Awaitable[Validation]]
 Hold = Callable[..., Awaitable[queue.Claim]]
 
@@ -150,6 +162,7 @@ def _divergence(end: End, world_rank: int) -> DivergenceRow:
         sum=-0.0,
         l2=1,
         digest="00ff",
+        deviations=() if world_rank else (DEVIATION,),
     )
 
 

@@ -41,6 +41,16 @@ def test_a_verdict_is_an_exit_code(verdict: str | None, code: int) -> None:
         ["predict", "--version", "v99x"],
         ["predict", "--dp", "0"],
         ["predict", "--ordering", "none"],
+        ["predict", "--vary", "seq_len=1:3"],
+        ["predict", "--sweep-dp", "2"],
+        ["predict", "--sweep", "--dp", "2"],
+        ["predict", "--sweep", "--ordering", "fixed"],
+        ["predict", "--sweep", "--sweep-dp", "2,x"],
+        ["predict", "--sweep", "--sweep-dp", "0"],
+        ["predict", "--sweep", "--pp", "0"],
+        ["predict", "--sweep", "--vary", "seq_len=5:3"],
+        ["predict", "--sweep", "--vary", "depth=3:5"],
+        ["predict", "--sweep", "--sweep-dp", "1000000"],
     ],
 )
 def test_bad_usage_is_an_error_and_says_why(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,9 +104,35 @@ def test_predict_knows_the_reported_fault(capsys: pytest.CaptureFixture[str]) ->
     assert wrong == {"de4028a": 2048, "v0.14": 0, "fixed": 0}
 
 
+def test_predict_knows_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ordering", "fixed", "--overlap", "--bucket-size", "8000", "--vpp", "2"]
+    assert cli.run(["predict", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mesh"] == {"dp": 2, "pp": 2, "vpp": 2}
+    assert found["overlap"]
+    assert found["predictions"][0]["wrong_elements"] > 0
+    assert cli.run(["predict", "--bucket-size", "8000"]) == 3
+    assert cli.run(["predict", "--overlap", "--bucket-size", "0"]) == 3
+    assert cli.run(["predict", "--pp", "1", "--vpp", "2"]) == 3
+
+
 def test_predict_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["predict", "--model", "vocab_size=64", "--version", "0650d83"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["0650d83", "128", "2,048", "6.25%"]
+
+
+def test_a_sweep_shows_which_sizes_a_version_gets_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--vary", "seq_len=16:18", "--model", "vocab_size=64,num_layers=2", "--sweep-dp", "2,3,4"]
+    assert cli.run(["predict", "--sweep", *sizes, "--version", "v0.12", "--version", "v0.8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cases = {(c["version"], c["model"], c["dp"]): c for c in found["cases"]}
+    assert len(cases) == 2 * 3 * 3
+    assert [cases["v0.9", f"seq_len={length}", 2]["wrong_elements"] for length in (16, 17, 18)] == [0, 128, 128]
+    assert cases["v0.8", "seq_len=17", 3]["asserts"]
+    assert cli.run(["predict", "--sweep", *sizes, "--version", "v0.12", "--version", "v0.8"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["seq_len=17", "6%", ".", "12%"] in lines
+    assert ["v0.9", "hit,", "of", "3", "models", "2", ".", "2"] in lines
 
 
 def test_help_and_predict_load_neither_torch_nor_ray_nor_the_server() -> None:

@@ -117,6 +117,32 @@ def test_every_ordering_diverges_exactly_where_predicted(ordering: OrderingName,
     assert compared == (world.local[0].numel() * copies if mesh.pp > 1 else 0)
 
 
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(3, 2), Mesh(2, 2, vpp=2)], ids=str)
+def test_the_reporter_s_fix_diverges_under_overlap(mesh: Mesh, probe: ProbeName) -> None:
+    world = JudgedMesh(OrderingName.FIXED, mesh, probe, overlap=True, bucket_size=700)
+    assert world.misowned()
+    for rank, judgement in world.judge().items():
+        row = judgement.divergence
+        wrong = world.misowned() & set(world.owned(rank))
+        assert row.diverged_elements == row.predicted_elements == len(wrong)
+        assert (row.missed_elements, row.unexpected_elements) == (0, 0)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(3, 2), Mesh(2, 1)], ids=str)
+@pytest.mark.parametrize("ordering", list(OrderingName))
+def test_averaging_in_the_collective_is_predicted_too(ordering: OrderingName, mesh: Mesh, probe: ProbeName) -> None:
+    world = JudgedMesh(ordering, mesh, probe, average_in_collective=True)
+    diverged = 0
+    for rank, judgement in world.judge().items():
+        row = judgement.divergence
+        assert (row.missed_elements, row.unexpected_elements, row.reference_exceeded_elements) == (0, 0, 0)
+        assert row.diverged_elements == row.predicted_elements <= len(world.misowned() & set(world.owned(rank)))
+        diverged += row.diverged_elements
+    assert bool(diverged) == bool(world.misowned())
+
+
 def test_only_the_unaligned_bucket_shards_a_weight_in_several_intervals() -> None:
     """The cases above cover owners of several intervals only if there are such owners."""
     counts = {

@@ -30,10 +30,12 @@ def buffers(mesh: Mesh, lead: int, version: LayoutVersion) -> dict[int, GradBuff
     return made
 
 
-def run(name: OrderingName, mesh: Mesh, lead: int = 8) -> tuple[dict[int, GradBuffer], list[Phase]]:
+def run(
+    name: OrderingName, mesh: Mesh, lead: int = 8, average: bool = False
+) -> tuple[dict[int, GradBuffer], list[Phase]]:
     ordering, phases = ORDERINGS[name], []
     made = buffers(mesh, lead, ordering.layout)
-    prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp)
+    prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp, average)
     chunks = {rank: [buffer] for rank, buffer in made.items()}
     sync_gradients(ordering, mesh, chunks, VirtualRanks(mesh.world_size), prescale, phases.append)
     return made, phases
@@ -60,6 +62,14 @@ def test_the_bug_by_hand_where_owners_differ() -> None:
     assert made[1].tied_grad().tolist() == [5.5 + 500, 5.5 + 500, 5.5 + 550, 5.5 + 550]
     assert made[3].tied_grad().tolist() == made[1].tied_grad().tolist()
     assert made[2].tied_grad().tolist() == [550 + 0.5, 550 + 0.5, 50 + 0.5, 50 + 0.5]
+
+
+def test_the_bug_by_hand_as_the_report_has_it_where_the_collective_averages() -> None:
+    made, _ = run(OrderingName.BUGGY, Mesh(2, 2), lead=0, average=True)
+    # The other end's local part has no 1/dp: what is not summed is not divided.
+    assert made[1].tied_grad().tolist() == [5.5 + 1000, 5.5 + 1000, 5.5 + 550, 5.5 + 550]
+    right, _ = run(OrderingName.ALL_REDUCE, Mesh(2, 2), average=True)
+    assert all(buffer.tied_grad().tolist() == [555.5] * 4 for buffer in right.values())
 
 
 @pytest.mark.parametrize("lead", [0, 3, 8])

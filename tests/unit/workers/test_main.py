@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -66,3 +67,29 @@ def test_without_a_launcher_it_says_how_to_start(
     monkeypatch.delenv("RANK")
     assert refuse() == ERROR_CODE
     assert "torchrun --nproc_per_node 4 -m workers" in capsys.readouterr().err
+
+
+def test_a_mesh_of_thousands_runs_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--virtual", "--dp", "256", "--pp", "4", "--probes", "exact", "--steps", "1"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verdict"], document["exit_code"], document["virtual"]) == ("pass", 0, True)
+    assert document["fingerprint"] == []
+    assert [trial["diverged_elements"] > 0 for trial in document["trials"]] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--dp", "2", "--overlap"), "overlap cannot run on virtual ranks"),
+        (("--dp", "2"), "more than one gpt step cannot run on virtual ranks"),
+        (("--dp", "1000000"), "at most 131072 ranks"),
+        (("--dp", "0"), "mesh.dp is 0"),
+    ],
+)
+def test_what_virtual_ranks_cannot_run_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--virtual", *arguments]) == ERROR_CODE
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""

@@ -33,3 +33,13 @@ def test_roles_and_what_follows_from_the_phases() -> None:
     assert sharded == set(OrderingName) - {OrderingName.ALL_REDUCE}
     exposed = {name for name, ordering in ORDERINGS.items() if ordering.ties_after_scatter}
     assert exposed == {OrderingName.BUGGY, OrderingName.OWN_BUCKET, OrderingName.OWN_BUCKET_UNALIGNED}
+
+
+def test_overlap_takes_the_tie_in_time_from_the_reporter_s_fix_alone() -> None:
+    for name, ordering in ORDERINGS.items():
+        overlapped = ordering.overlapped()
+        if name is OrderingName.FIXED:
+            assert (overlapped.phases, overlapped.role) == ((SCATTER, TIE), Role.CONTROL)
+            assert overlapped.ties_after_scatter
+        else:
+            assert overlapped is ordering

@@ -19,9 +19,10 @@ from workers.contract import (
     ProbeName,
     Schedule,
 )
+from workers.exactness import EXACT_LIMIT
 from workers.experiment import ExperimentSpec, trials
 from workers.faults import FaultName
-from workers.plan import DEFAULT_LIMITS, EXACT_LIMIT, FieldPath, Limits, exact_bound, violations
+from workers.plan import DEFAULT_LIMITS, FieldPath, Limits, exact_bound, violations
 from workers.reference import exact_tied_gradients
 
 GPT = (ProbeName.GPT,)
@@ -59,7 +60,7 @@ BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(mesh=Mesh(dp=1025, pp=1)), ("mesh",)),
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), probes=GPT), ("mesh", "pp")),
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), model=TINY, probes=EXACT), ("mesh", "pp")),
-    (ExperimentSpec(overlap=True), ("overlap",)),
+    (ExperimentSpec(overlap=True, bucket_size=0), ("bucket_size",)),
     (ExperimentSpec(bucket_size=8000), ("bucket_size",)),
     (ExperimentSpec(model="gpt5"), ("model",)),
     (ExperimentSpec(model=replace(TINY, vocab_size=1)), ("model", "vocab_size")),
@@ -115,6 +116,8 @@ def test_a_broken_rule_names_its_field_value_rule_and_remedy(spec: ExperimentSpe
         ExperimentSpec(mesh=Mesh(2, 2, vpp=2), batch=BatchSpec(1, 4)),
         ExperimentSpec(mesh=Mesh(2, 3, vpp=7), probes=EXACT),
         ExperimentSpec(mesh=Mesh(2, 4), schedule=Schedule.GPIPE, batch=BatchSpec(1, 1)),
+        ExperimentSpec(overlap=True, orderings=ALL),
+        ExperimentSpec(overlap=True, bucket_size=1),
         ExperimentSpec(steps=50, repeats=2),
         ExperimentSpec(seed=2**31 - 1),
         ExperimentSpec(drill=Drill("raise_after_collective", 3, step=1)),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import brute_layout
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.contract import TINY, BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
@@ -15,13 +16,15 @@ from workers.intervals import Interval, count
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout
 from workers.parameters import ParameterShape, gpt_stage_parameters
 from workers.prediction import (
-    MODELS,
+    Overlap,
     misowned_intervals,
     ordering_layouts,
     predict,
     predict_model,
+    trial_exposed,
     trial_misowned,
 )
+from workers.public_models import MODELS
 
 ODD = ModelSpec(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, seq_len=16)
 
@@ -69,6 +72,44 @@ def test_misowned_element_by_element(before: list[int], after: list[int], tied: 
         assert not wrong
 
 
+@pytest.mark.parametrize("version", list(LayoutVersion))
+@settings(deadline=None, max_examples=60)
+@given(
+    before=st.lists(st.integers(1, 200), max_size=4),
+    after=st.lists(st.integers(1, 200), max_size=4),
+    tied=st.integers(1, 300),
+    dp=st.integers(1, 9),
+    overlap=st.none() | st.builds(Overlap, st.integers(1, 300)),
+)
+def test_every_version_element_by_element(
+    version: LayoutVersion, before: list[int], after: list[int], tied: int, dp: int, overlap: Overlap | None
+) -> None:
+    weight = ParameterShape("tied", (tied,), shared_embedding=True)
+    first = [weight, *(ParameterShape(f"b{i}", (n,)) for i, n in enumerate(before))]
+    last = [*(ParameterShape(f"a{i}", (n,)) for i, n in enumerate(after)), weight]
+    prediction = predict(version, Mesh(dp=dp, pp=2), first, last, overlap)
+    try:
+        wte, early = brute_layout.tied_owners(first, version, dp, overlap.bucket_size if overlap else None)
+        lm_head, _ = brute_layout.tied_owners(last, version, dp)
+    except brute_layout.StopsByItselfError:
+        assert prediction.asserts is not None
+        assert prediction.wrong_elements == 0
+        return
+    assert prediction.asserts is None
+    misowned = [e for e in range(tied) if wte[e] != lm_head[e]]
+    late = [e for e in range(tied) if overlap and dp > 1 and early[e]]
+    listed = [e for part in prediction.ranges for e in range(part.start, part.stop)]
+    assert listed == sorted({*misowned, *late})
+    assert (prediction.misowned_elements, prediction.early_elements) == (len(misowned), len(late))
+    assert prediction.fraction == len(listed) / tied
+    assert prediction.misowned_by_wte_owner == tuple(sum(wte[e] == d for e in misowned) for d in range(dp))
+    assert prediction.misowned_by_lm_head_owner == tuple(sum(lm_head[e] == d for e in misowned) for d in range(dp))
+
+
+def test_the_loops_over_elements_know_every_version() -> None:
+    assert list(brute_layout.TABLE) == list(LayoutVersion)
+
+
 @pytest.mark.parametrize(
     ("version", "misowned"),
     [("de4028a", 2048), ("daf0006", 0), ("a67ffda", 0), ("0650d83", 128), ("v0.13", 0)],
@@ -90,6 +131,35 @@ def test_the_unaligned_edge_of_0650d83() -> None:
     assert prediction.misowned_by_wte_owner == (64, 64)
     assert prediction.misowned_by_lm_head_owner == (64, 64)
     assert prediction.fraction == 128 / 2048
+
+
+def test_overlap_scatters_what_lies_in_padding_before_its_last_gradient_comes() -> None:
+    overlapped = predict_model(OrderingName.OWN_BUCKET_UNALIGNED, Mesh(2, 2), TINY, overlap=Overlap())
+    assert (overlapped.misowned_elements, overlapped.early_elements, overlapped.wrong_elements) == (128, 64, 128)
+    # Other buckets on the first stage leave other padding.
+    cut = predict_model(OrderingName.OWN_BUCKET_UNALIGNED, Mesh(2, 2), TINY, overlap=Overlap(3000))
+    assert (cut.misowned_elements, cut.early_elements, cut.wrong_elements) == (64, 32, 64)
+    assert predict_model(OrderingName.OWN_BUCKET, Mesh(2, 2), TINY, overlap=Overlap(8000)).wrong_elements == 0
+    assert predict_model(OrderingName.ALL_REDUCE, Mesh(2, 2), TINY, overlap=Overlap(8000)).wrong_elements == 0
+
+
+def test_overlap_makes_the_reporter_s_fix_the_bug() -> None:
+    fixed = predict_model(OrderingName.FIXED, Mesh(2, 2), TINY, overlap=Overlap())
+    assert fixed == predict_model(OrderingName.BUGGY, Mesh(2, 2), TINY, overlap=Overlap())
+    assert fixed.misowned_elements == 2048
+    for mesh in (Mesh(1, 2), Mesh(2, 1)):
+        assert predict_model(OrderingName.OWN_BUCKET_UNALIGNED, mesh, TINY, overlap=Overlap()).wrong_elements == 0
+
+
+def test_a_trial_and_a_forecast_agree_under_overlap() -> None:
+    for ordering in OrderingName:
+        spec = replace(trial(ordering, Mesh(3, 2)), overlap=True, bucket_size=5000)
+        assert trial_exposed(spec) == predict_model(ordering, Mesh(3, 2), TINY, overlap=Overlap(5000)).ranges
+
+
+@pytest.mark.parametrize(("dp", "elements"), [(2, 40_000_000), (40, 40_000_000), (41, 41_000_000)])
+def test_megatron_s_own_bucket_size(dp: int, elements: int) -> None:
+    assert Overlap().resolved(dp) == elements
 
 
 def test_a_version_that_asserts() -> None:
@@ -144,13 +214,13 @@ def test_175_billion_parameters_at_65536_ranks_take_well_under_a_second() -> Non
     assert all(sum(p.misowned_by_wte_owner) == p.misowned_elements == count(p.ranges) for p in predictions)
 
 
-def test_the_catalogue_holds_sizes_as_megatron_allocates_them() -> None:
-    assert MODELS["gpt2-xl"].model == ModelSpec(50304, 1600, 48, 25, 1024)
-    for name, entry in MODELS.items():
-        assert entry.model.hidden_size % entry.model.num_heads == 0, name
-        assert entry.model.vocab_size - 128 < entry.published_vocab_size <= entry.model.vocab_size, name
-    whole = sum(parameter.numel for parameter in gpt_stage_parameters(MODELS["gpt3-175b"].model, 1, 0))
-    assert 174e9 < whole < 176e9
+def test_the_widest_data_parallel_group_takes_no_longer() -> None:
+    """daf0006 gets one range wrong for each of 16,384 owners here: anything quadratic in them takes minutes."""
+    started_s = time.perf_counter()
+    prediction = predict_model(LayoutVersion.DAF0006, Mesh(dp=16_384, pp=64), MODELS["gpt3-175b"].model)
+    assert time.perf_counter() - started_s < 5.0
+    assert len(prediction.ranges) == 16_384
+    assert sum(prediction.misowned_by_wte_owner) == sum(prediction.misowned_by_lm_head_owner) == 134_217_728
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from workers.contract import TINY, BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
+from workers.exactness import EXACT_LIMIT
 from workers.models import build_stage, exact, microbatch_loss, microbatches
 from workers.reference import exact_tied_gradients, replay_tied_gradients
 
@@ -89,7 +90,7 @@ def test_sums_stay_exact_at_scale(dp, pp):
     for dp_rank in {0, 1, dp // 2, dp - 1}:
         wte, lm_head = exact_tied_gradients(spec, 0, dp_rank)
         largest = max(largest, int(wte.abs().max()) + int(lm_head.abs().max()))
-    assert 0 < largest * dp < exact.EXACT_LIMIT
+    assert 0 < largest * dp < EXACT_LIMIT
 
 
 def test_every_gradient_of_the_stages_is_within_the_asserted_bound():
@@ -104,7 +105,7 @@ def test_every_gradient_of_the_stages_is_within_the_asserted_bound():
         for name, parameter in stage.named_parameters():
             sums[name] += parameter.grad.abs()
     largest = int(max(total.max() for total in sums.values()))
-    dp = exact.EXACT_LIMIT // largest
+    dp = EXACT_LIMIT // largest
     with pytest.raises(ExactnessError):
         exact_tied_gradients(replace(spec, mesh=Mesh(dp + 1, 1)), 0, 0)
 

@@ -17,6 +17,8 @@ from workers.errors import DrillError
 from workers.faults import FaultName
 from workers.strikes import Striker, StruckCommunicator, flip_bit, strike
 
+STRUCK = (RankPhase.DP_SYNC, RankPhase.FORWARD_BACKWARD)
+
 
 @pytest.mark.parametrize("fault", [name for name in FaultName if name.startswith("raise")])
 @pytest.mark.parametrize("moment", list(Moment))
@@ -31,10 +33,16 @@ def test_a_raise_strikes_at_its_moment_only(fault: FaultName, moment: Moment) ->
 
 @pytest.mark.parametrize(
     "where",
-    [(RankPhase.DP_SYNC, 1), (RankPhase.DP_SYNC, None), *[(p, 2) for p in RankPhase if p is not RankPhase.DP_SYNC]],
+    [(RankPhase.DP_SYNC, 1), (RankPhase.DP_SYNC, None), *[(phase, 2) for phase in RankPhase if phase not in STRUCK]],
 )
 def test_other_phases_and_steps_are_left_alone(where: tuple[RankPhase, int | None]) -> None:
     Striker(Drill(FaultName.RAISE_IN, world_rank=0, step=2), lambda: where)(Moment.IN)
+
+
+@pytest.mark.parametrize("phase", STRUCK)
+def test_the_dp_sync_is_struck_also_where_it_starts_during_backward(phase: RankPhase) -> None:
+    with pytest.raises(DrillError):
+        Striker(Drill(FaultName.RAISE_BEFORE, world_rank=0, step=2), lambda: (phase, 2))(Moment.BEFORE)
 
 
 def test_a_kill_leaves_no_chance_to_clean_up() -> None:

@@ -11,6 +11,9 @@ import pytest
 
 from workers.contract import (
     BatchSpec,
+    Contributor,
+    Deviation,
+    DeviationKind,
     Device,
     DivergenceRow,
     End,
@@ -232,6 +235,31 @@ def test_one_diverged_element_of_a_subject(ordering: OrderingName, end: End) -> 
     message = judgement.reasons[0].message
     assert f"gpt/{ordering.value}: 1 elements are wrong" in message
     assert f"elements of {end.value}, between elements 7 and 7" in message
+
+
+def test_a_divergence_names_whose_share_is_missing() -> None:
+    dropped = Deviation(DeviationKind.DROPPED, (Contributor(End.LM_HEAD, 0, 2),), 1, 0.0, 0.0, 7, 1)
+    others = (replace(dropped, kind=DeviationKind.CORRUPT, contributors=()),) * 2
+    change = with_row(diverged_elements=1, unexpected_elements=1, deviations=(dropped, *others))
+    message = assert_turns(change, at(OWN_BUCKET), Verdict.FAIL, "subject_diverged").reasons[0].message
+    assert "world_rank 2's lm_head share is missing from 1 elements of wte on world_rank 0" in message
+    assert message.endswith("; 1 more stories there.")
+
+
+def test_a_local_gradient_far_from_its_replay_names_its_rank() -> None:
+    local = Deviation(DeviationKind.LOCAL, (Contributor(End.LM_HEAD, 1, 3),), 1, None, 0.0, 7, 5)
+    change = with_row(reference_exceeded_elements=5, deviations=(local,))
+    message = assert_turns(change, at(FIXED), Verdict.FAIL, "reference_exceeded").reasons[0].message
+    assert "world_rank 3's lm_head share was wrong before any synchronisation" in message
+
+
+def test_a_pass_says_where_the_rank_code_had_no_room() -> None:
+    assert "rank code" not in judge(planned(), healthy(planned())).reasons[0].message
+    model, batch = ModelSpec(8, 32, 4, 4, 16), BatchSpec(1, 2**15)
+    specs = planned(model=model, batch=batch)
+    judgement = judge(specs, healthy(specs))
+    assert judgement.verdict is Verdict.PASS
+    assert "exact ran without the rank code" in judgement.reasons[0].message
 
 
 def test_an_unexpected_value_of_a_subject_is_a_divergence() -> None:

@@ -21,6 +21,7 @@ def test_an_empty_object_is_the_documented_default_request():
         "schedule": "1f1b",
         "overlap": False,
         "bucket_size": None,
+        "average_in_collective": False,
         "probes": ["exact", "gpt"],
         "orderings": ["buggy", "fixed", "own_bucket"],
         "steps": 2,

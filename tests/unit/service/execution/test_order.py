@@ -30,6 +30,10 @@ def test_every_field_arrives() -> None:
         "model": {"vocab_size": 10, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "seq_len": 4},
         "batch": {"micro_batch_size": 2, "num_microbatches": 3},
         "orderings": ["fixed"],
+        "schedule": "gpipe",
+        "overlap": True,
+        "bucket_size": 700,
+        "average_in_collective": True,
         "steps": 7,
         "device": "cpu",
         "seed": 5,
@@ -43,6 +47,7 @@ def test_every_field_arrives() -> None:
     assert spec.model == ModelSpec(10, 8, 1, 2, 4)
     assert spec.batch == BatchSpec(2, 3)
     assert spec.orderings == (OrderingName.FIXED,)
+    assert (spec.schedule, spec.overlap, spec.bucket_size, spec.average_in_collective) == ("gpipe", True, 700, True)
     assert (spec.steps, spec.device, spec.seed) == (7, Device.CPU, 5)
     assert spec.drill == Drill("kill_in_collective", step=3, node="a", probability=0.25)
     assert start.launcher is Launcher.RAY_TRAIN
