@@ -36,7 +36,7 @@ def read_fingerprint(world_rank: int, device: Device, node: str | None) -> Finge
         backend_version=".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         image=os.environ.get("GRADGATE_IMAGE"),
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a plain string: its own type would pull torch into whoever unpickles it
         workers_digest=workers_digest(),
         num_threads=torch.get_num_threads(),
         collective_settings=collective_settings(),

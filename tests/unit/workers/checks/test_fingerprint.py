@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 
 import pytest
@@ -50,3 +51,9 @@ def test_a_cpu_rank_has_no_gpu_fields() -> None:
     assert fingerprint.workers_digest == workers_digest()
     assert fingerprint.boot_id
     assert fingerprint.device
+
+
+def test_a_fingerprint_is_read_without_torch() -> None:
+    """The dispatcher unpickles it: a value of a torch type would cost it seconds and memory."""
+    fingerprint = read_fingerprint(0, Device.CPU, "node-1")
+    assert b"torch." not in pickle.dumps(fingerprint).replace(b"torch.version", b"")
