@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from workers.contract import Device, Dtype, Launcher, OrderingName, ProbeName, Schedule
+from workers.contract import Device, Dtype, Launcher, Normalization, OrderingName, ProbeName, Schedule
 from workers.faults import DRILL_FORM
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ def validate(
     average_in_collective: Annotated[
         bool, typer.Option("--average-in-collective", help="Instead of scaling before each sum.")
     ] = False,
+    normalization: Annotated[
+        Normalization | None, typer.Option(help="What gradients are divided by.", show_default="microbatches")
+    ] = None,
     probe: Annotated[list[ProbeName] | None, typer.Option(help="Repeat for several.", show_default="both")] = None,
     ordering: Annotated[
         list[OrderingName] | None, typer.Option(help="Repeat for several.", show_default="buggy, fixed, own_bucket")
@@ -170,6 +173,7 @@ def validate(
         overlap=overlap or None,
         bucket_size=bucket_size,
         average_in_collective=average_in_collective or None,
+        normalization=normalization,
         probes=probe,
         orderings=ordering,
         steps=steps,

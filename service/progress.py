@@ -13,8 +13,9 @@ from rich.console import Console
 
 from service import terminal
 from service.client import ClientError, GradgateClient
-from workers.contract import ProbeName
+from workers.contract import Normalization, OrderingName, ProbeName
 from workers.encoding import dumps
+from workers.orderings import compose
 
 
 def follow(client: GradgateClient, request: Mapping[str, Any], console: Console) -> dict[str, Any]:
@@ -50,13 +51,17 @@ def print_outcome(validation: Mapping[str, Any], console: Console) -> None:
 def print_details(client: GradgateClient, validation: Mapping[str, Any], console: Console) -> None:
     """Per ordering: the report's three tables of the first step, then each rank's divergence."""
     request = validation["request"]
+    default = Normalization.MICROBATCHES
     probe = ProbeName.GPT if ProbeName.GPT in request["probes"] else request["probes"][0]
     for ordering in request["orderings"]:
         trace = client.trace(validation["id"], probe=str(probe), ordering=ordering, step=0)
         rows = [row for row in trace if row["repeat"] == 0]
         console.print()
         console.rule(f"{ordering}: gradient of the tied weight, probe {probe}, step 0", align="left")
-        for table in terminal.trace_tables(rows, ordering):
+        composed = compose(
+            OrderingName(ordering), request.get("overlap", False), Normalization(request.get("normalization", default))
+        )
+        for table in terminal.trace_tables(rows, composed):
             console.print()
             console.print(table)
         if rows:

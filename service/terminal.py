@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from workers.contract import OrderingName, Phase
-from workers.orderings import ORDERINGS, SyncPhase
+from workers.contract import Phase
+from workers.orderings import Ordering, SyncPhase
 
 Row = Mapping[str, Any]
 
@@ -31,11 +31,21 @@ _PHASE_TITLES = {
     Phase.LOCAL: "local, before any sync",
     Phase.SCATTERED: "after the DP phase",
     Phase.TIED: "after the tie",
+    Phase.NORMALIZED: "after the division",
 }
 _SYNC_NAMES = {
     SyncPhase.DP_REDUCE_SCATTER: "DP reduce-scatter",
     SyncPhase.DP_ALL_REDUCE: "DP all-reduce",
     SyncPhase.TIE_ALL_REDUCE: "tie all-reduce",
+    SyncPhase.OWN_TOKENS_SCALE: "by each rank's own tokens",
+    SyncPhase.NUM_TOKENS_SCALE: "by all valid tokens",
+}
+_PHASES_AFTER = {
+    SyncPhase.DP_REDUCE_SCATTER: Phase.SCATTERED,
+    SyncPhase.DP_ALL_REDUCE: Phase.SCATTERED,
+    SyncPhase.TIE_ALL_REDUCE: Phase.TIED,
+    SyncPhase.OWN_TOKENS_SCALE: Phase.NORMALIZED,
+    SyncPhase.NUM_TOKENS_SCALE: Phase.NORMALIZED,
 }
 
 
@@ -131,22 +141,22 @@ def _words(key: str) -> str:
 # The report's tables
 
 
-def trace_tables(rows: Sequence[Row], ordering: str) -> Iterator[Table]:
-    """Three tables of one trial's step: local, and after each sync phase in the order in which they ran.
+def trace_tables(rows: Sequence[Row], ordering: Ordering) -> Iterator[Table]:
+    """Tables of one trial's step: local, and after each sync phase in the order in which they ran.
 
     A row is a rank and its end of the tied weight, columns are the parts of it that each dp rank owns.
     """
     for phase, title in trace_phases(ordering):
         cells = [row for row in rows if row["phase"] == phase]
         if cells:
-            yield _trace_table(cells, title, ORDERINGS[OrderingName(ordering)].distributed_optimizer)
+            yield _trace_table(cells, title, ordering.distributed_optimizer)
 
 
-def trace_phases(ordering: str) -> list[tuple[Phase, str]]:
+def trace_phases(ordering: Ordering) -> list[tuple[Phase, str]]:
     """The traced phases of an ordering in running order, each with its title."""
     found = [(Phase.LOCAL, _PHASE_TITLES[Phase.LOCAL])]
-    for sync in ORDERINGS[OrderingName(ordering)].phases:
-        phase = Phase.TIED if sync is SyncPhase.TIE_ALL_REDUCE else Phase.SCATTERED
+    for sync in ordering.phases:
+        phase = _PHASES_AFTER[sync]
         found.append((phase, f"{_PHASE_TITLES[phase]} ({_SYNC_NAMES[sync]})"))
     return found
 

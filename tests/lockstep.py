@@ -90,6 +90,9 @@ class LockstepRank:
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         self._meet(members, buckets, self._virtual.all_gather)
 
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        self._meet(members, tensors, lambda group, table: self._virtual.broadcast(group, source, table))
+
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         table = self._world.meet(members, self._world_rank, [send.clone() for send in sends], lambda _: None)
         me = members.index(self._world_rank)

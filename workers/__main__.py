@@ -26,6 +26,7 @@ from workers.contract import (
     Judgement,
     Mesh,
     ModelSpec,
+    Normalization,
     OrderingName,
     Position,
     ProbeName,
@@ -209,6 +210,7 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         overlap=options.overlap,
         bucket_size=options.bucket_size,
         average_in_collective=options.average_in_collective,
+        normalization=options.normalization,
         probes=tuple(options.probes),
         orderings=tuple(options.orderings),
         steps=options.steps,
@@ -239,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--overlap", action="store_true", help="start the gradient sync in the midst of backward")
     parser.add_argument("--bucket-size", type=int, help="elements at which a bucket closes, with --overlap")
     parser.add_argument("--average-in-collective", action="store_true", help="instead of scaling before each sum")
+    normalizations, default = ", ".join(Normalization), Normalization.MICROBATCHES
+    parser.add_argument("--normalization", type=_choice(Normalization), default=default, help=normalizations)
     _add_choices(parser, "--probes", ProbeName, list(ProbeName))
     _add_choices(parser, "--orderings", OrderingName, list(OrderingName)[:3])
     parser.add_argument("--steps", type=int, default=2)

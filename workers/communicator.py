@@ -71,6 +71,9 @@ class Communicator(Protocol):
     def all_gather(self, members: Members, buckets: Mapping[int, Tensor]) -> None:
         """Fill every part of flat buckets [N] from the member that owns it, in place."""
 
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """Copy the flat tensor [N] of the member with world rank `source` into every member's, in place."""
+
 
 class ProcessGroups:
     """One hosted rank over torch.distributed (gloo or NCCL)."""
@@ -115,6 +118,13 @@ class ProcessGroups:
         group = self._groups[members]
         trivial = _is_trivial(bucket_N, members)
         self._start(trivial, lambda: dist.all_gather_single(bucket_N, shard, group=group, async_op=True)).wait()
+
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        tensor_N = tensors[self._world_rank]
+        group = self._groups[members]
+        trivial = _is_trivial(tensor_N, members)
+        self._start(trivial, lambda: dist.broadcast(tensor_N, src=source, group=group, async_op=True)).wait()
 
     def all_to_all(self, members: Members, sends: Sequence[Tensor], receive_sizes: Sequence[int]) -> list[Tensor]:
         """Send `sends[i]` to member i; returns what each member i sent here, `receive_sizes[i]` elements."""
@@ -202,6 +212,11 @@ class VirtualRanks:
         gathered_N = torch.cat([part(buckets[rank], index, size) for index, rank in enumerate(members)])
         for world_rank in members:
             buckets[world_rank].copy_(gathered_N)
+
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        for world_rank in members:
+            tensors[world_rank].copy_(tensors[source])
 
 
 def _is_trivial(tensor_N: Tensor, members: Members) -> bool:

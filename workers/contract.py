@@ -24,6 +24,7 @@ class OrderingName(StrEnum):
     OWN_BUCKET = "own_bucket"
     OWN_BUCKET_UNALIGNED = "own_bucket_unaligned"
     ALL_REDUCE = "all_reduce"
+    MEAN_OF_MEANS = "mean_of_means"
 
 
 class ProbeName(StrEnum):
@@ -55,6 +56,13 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
 
 
+class Normalization(StrEnum):
+    """What gradients are divided by: microbatches and replicas (means of means), or all valid tokens of the step."""
+
+    MICROBATCHES = "microbatches"
+    NUM_TOKENS = "num_tokens"
+
+
 class Launcher(StrEnum):
     """Who starts the ranks: our warm pool of Ray actors, or Ray Train's TorchTrainer."""
 
@@ -75,6 +83,7 @@ class Phase(StrEnum):
     LOCAL = "local"
     SCATTERED = "scattered"
     TIED = "tied"
+    NORMALIZED = "normalized"
     FINAL = "final"
 
 
@@ -86,6 +95,7 @@ class RankPhase(StrEnum):
     FORWARD_BACKWARD = "forward_backward"
     DP_SYNC = "dp_sync"
     TIE = "tie"
+    NORMALIZE = "normalize"
     STATISTICS = "statistics"
     JUDGEMENT = "judgement"
     OPTIMIZER = "optimizer"
@@ -211,6 +221,7 @@ class TrialSpec:
     """Elements at which a bucket closes, with overlap, on the first stage; None takes Megatron's default."""
     average_in_collective: bool = False
     """Whether the collective over dp averages, instead of every bucket being scaled before its sum."""
+    normalization: Normalization = Normalization.MICROBATCHES
     dtype: Dtype = Dtype.FLOAT32
     device: Device = Device.CPU
     steps: int = 2

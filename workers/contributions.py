@@ -25,6 +25,8 @@ class Mixture:
     """What each contributor's gradient is multiplied by in the owner's value."""
     late: Factors
     """The same for the part of it that came only after its bucket had been scattered."""
+    extra_roundings: int
+    """Roundings that a term may go through on top of those on its way into the true sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class TiedSync:
     """Elements whose owner differs between the ends."""
     early: Intervals
     """Elements of wte that lie in a bucket scattered before their last gradient came."""
+    afterwards: float = 1.0
+    """Factor put on everything after the tie; part of the two others."""
 
     def mixtures(self, end_index: int, dp_rank: int) -> tuple[Mixture, ...]:
         """Of the owner `dp_rank` at an end (0 for wte, 1 for lm_head); elements it does not own are included."""
@@ -54,7 +58,8 @@ class TiedSync:
         own = self._held(end_index, dp_rank, True, early and end_index == 0)
         other = self._held(1 - end_index, dp_rank, not misowned, early and end_index == 1)
         (whole_a, late_a), (whole_b, late_b) = (own, other) if end_index == 0 else (other, own)
-        return Mixture(self._elements(misowned, early), whole_a + whole_b, late_a + late_b)
+        # What comes late is added twice: to the local gradient, and to what had been scattered.
+        return Mixture(self._elements(misowned, early), whole_a + whole_b, late_a + late_b, extra_roundings=2)
 
     def _elements(self, misowned: bool, early: bool) -> Intervals:
         if misowned and early:
@@ -70,5 +75,26 @@ class TiedSync:
         if early:
             # The scatter saw no late gradient; this rank then added its own, unscaled.
             late = [-factor for factor in whole]
-            late[dp_rank] += 1.0
+            late[dp_rank] += self.afterwards
         return tuple(whole), tuple(late)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOfMeans:
+    """Every replica's mean over its own tokens counts alike, though they hold different numbers."""
+
+    elements: Intervals
+    """All of the tied weight."""
+    factors: Factors
+    """By dp_rank: what its contributions are multiplied by."""
+    num_ends: int
+
+    @property
+    def early(self) -> Intervals:
+        """Nothing is scattered in the midst of backward."""
+        return ()
+
+    def mixtures(self, end_index: int, dp_rank: int) -> tuple[Mixture, ...]:
+        """The same everywhere. A term is scaled twice, where the true sum scales it once."""
+        whole = self.factors * self.num_ends
+        return (Mixture(self.elements, whole, (0.0,) * len(whole), extra_roundings=6),)

@@ -126,8 +126,8 @@ class _Owner:
                 missing, magnitude = self._missing(mixture, terms_Cn[:, here], late_Cn)
                 closed.missing[here] = missing
                 closed.deviates[here] = True
-                # What comes late is added twice: to the local gradient, and to what had been scattered.
-                closed.bound[here] = bound[here].maximum(self._bound(magnitude, len(terms_Cn) + 2))
+                num_terms = len(terms_Cn) + mixture.extra_roundings
+                closed.bound[here] = bound[here].maximum(self._bound(magnitude, num_terms))
         return closed
 
     def _missing(self, mixture: Mixture, terms_Cn: Tensor, late_Cn: Tensor | None) -> tuple[Tensor, Tensor]:

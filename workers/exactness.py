@@ -6,7 +6,7 @@ sums in int64 on top of this.
 
 from __future__ import annotations
 
-from workers.contract import BatchSpec, ModelSpec, TrialSpec
+from workers.contract import BatchSpec, ModelSpec, Normalization, TrialSpec
 
 EXACT_LIMIT = 1 << 24
 """Float32 holds every integer up to here, so sums below it are exact in any order."""
@@ -38,16 +38,20 @@ def code_digits(spec: TrialSpec) -> int:
     within `EXACT_LIMIT`: the most digits that fit are taken. All meshes of the product's own sizes have room for some
     (4 on small meshes, 2 for 16 x 64 ranks); a request for a very large model or batch may have none.
     """
-    largest = tied_bound(spec.model, spec.batch, summed_replicas(spec.mesh.dp, spec.average_in_collective))
+    replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective, spec.normalization)
+    largest = tied_bound(spec.model, spec.batch, replicas)
     return next((digits for digits in CODE_DIGITS if coded_bound(largest, digits) <= EXACT_LIMIT), 0)
 
 
-def summed_replicas(dp: int, average_in_collective: bool) -> int:
+def summed_replicas(dp: int, average_in_collective: bool, normalization: Normalization) -> int:
     """Replicas' shares that a value may hold, counted in its smallest unit.
 
     Where the collective averages, a share that is not summed stays undivided: as large as the power of two that stands
-    for dp, in units of what is.
+    for dp, in units of what is. Where ranks divide by their own valid tokens, the emptiest rank's unit is up to 8 times
+    the fullest's (`workers.padding`, rounded to powers of two).
     """
+    if normalization is Normalization.NUM_TOKENS:
+        return 8 * dp
     return 1 << (dp - 1).bit_length() if average_in_collective else dp
 
 

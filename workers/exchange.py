@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.communicator import ProcessGroups
 from workers.contract import Mesh, ProbeName
-from workers.contributions import TiedSync
+from workers.contributions import MeanOfMeans, TiedSync
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
@@ -40,11 +40,12 @@ class Expectation:
     probe: ProbeName
     mesh: Mesh
     prescale: Prescale
+    """What the true sum is divided by, however the ordering goes about it."""
     sharded: bool
     """Each element has one owner at each end; otherwise every rank owns everything."""
     bit_tied: bool
     """Both ends add in the same order, so that any difference between them is a fault."""
-    tied_sync: TiedSync | None
+    tied_sync: TiedSync | MeanOfMeans | None
     """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
     """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""

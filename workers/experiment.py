@@ -15,6 +15,7 @@ from workers.contract import (
     Dtype,
     Mesh,
     ModelSpec,
+    Normalization,
     OrderingName,
     ProbeName,
     Schedule,
@@ -34,6 +35,7 @@ class ExperimentSpec:
     overlap: bool = False
     bucket_size: int | None = None
     average_in_collective: bool = False
+    normalization: Normalization = Normalization.MICROBATCHES
     probes: tuple[ProbeName, ...] = (ProbeName.EXACT, ProbeName.GPT)
     orderings: tuple[OrderingName, ...] = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
     steps: int = 2
@@ -108,6 +110,7 @@ def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repea
         overlap=spec.overlap,
         bucket_size=spec.bucket_size,
         average_in_collective=spec.average_in_collective,
+        normalization=spec.normalization,
         # The exact probe's integers need float32, whatever dtype the gpt is to train in.
         dtype=Dtype.FLOAT32 if probe is ProbeName.EXACT else spec.dtype,
         device=device,

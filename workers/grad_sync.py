@@ -2,7 +2,8 @@
 
 This is the code under test in every trial, golden vector and virtual mesh: what Megatron-LM's `finalize_model_grads`
 does with a distributed optimizer and tied embeddings (DP sync of every bucket, then the tied weight between
-the first and the last stage), and its reordered variants. It does not judge.
+the first and the last stage, then the division by the step's valid tokens), and its reordered variants. It does not
+judge.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from workers.communicator import Communicator, Pending, part
-from workers.contract import Mesh, Phase, ProbeName, TrialSpec
+from workers.contract import Mesh, Normalization, Phase, ProbeName, TrialSpec
+from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
-from workers.mesh import Members, dp_members, tie_members
+from workers.mesh import Members, dp_members, pp_members, tie_members
 from workers.orderings import Ordering, SyncPhase, ordering_of
+from workers.padding import valid_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,32 @@ def prescale_for(ordering: Ordering, probe: ProbeName, dp: int, in_collective: b
 
 
 def prescale_of(spec: TrialSpec) -> Prescale:
-    """A trial's."""
-    return prescale_for(ordering_of(spec), spec.probe, spec.mesh.dp, spec.average_in_collective)
+    """What a trial does to every bucket before its sum: nothing where the sum is divided by its valid tokens."""
+    ordering = ordering_of(spec)
+    if SyncPhase.NUM_TOKENS_SCALE in ordering.phases:
+        return Prescale(ordering.rule.prescale, 1)
+    return prescale_for(ordering, spec.probe, spec.mesh.dp, spec.average_in_collective)
+
+
+def scale_of(spec: TrialSpec) -> Prescale:
+    """What the true sum of all local gradients is divided by in a trial, whatever its ordering makes of it."""
+    if spec.normalization is Normalization.MICROBATCHES:
+        return prescale_of(spec)
+    return Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, token_divisor(spec.probe, sum(valid_tokens(spec))))
+
+
+def token_divisor(probe: ProbeName, num_tokens: int) -> int:
+    """What gradients are divided by for a number of valid tokens: at least 1; exact takes the next power of two."""
+    clamped = max(1, num_tokens)
+    return clamped if probe is ProbeName.GPT else 1 << (clamped - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Valid tokens of the step, int64 [1] by hosted world rank: right on the last stage, any value elsewhere."""
+
+    probe: ProbeName
+    counts: Mapping[int, Tensor]
 
 
 RankBuffers = Mapping[int, Sequence[GradBuffer]]
@@ -85,17 +112,21 @@ def sync_gradients(
     prescale: Prescale,
     observe: Observer,
     finish_started: Callable[[], None] | None = None,
+    tokens: TokenCounts | None = None,
 ) -> None:
     """Run an ordering's phases over the hosted ranks' buffers, in place. Collective over the whole mesh.
 
     With overlap every bucket's dp sync was started during backward (`workers.overlap`): `finish_started` waits for
-    them, and stands where that phase stands.
+    them, and stands where that phase stands. `tokens` are needed where a phase divides by them.
     Source: the phase orders are those of the catalogue (`workers.orderings`), each with its own source.
     """
     for phase in ordering.phases:
         if phase is SyncPhase.TIE_ALL_REDUCE:
             all_reduce_tied(mesh, buffers, communicator)
             observe(Phase.TIED)
+        elif phase in (SyncPhase.NUM_TOKENS_SCALE, SyncPhase.OWN_TOKENS_SCALE):
+            scale_by_tokens(phase, mesh, buffers, communicator, tokens)
+            observe(Phase.NORMALIZED)
         else:
             if finish_started is not None:
                 finish_started()
@@ -157,6 +188,29 @@ def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator
         if hosted:
             tied = {world_rank: tied_buffer(buffers[world_rank]).tied_grad() for world_rank in hosted}
             communicator.all_reduce(members, tied)
+
+
+def scale_by_tokens(
+    phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, tokens: TokenCounts | None
+) -> None:
+    """Divide every whole buffer by the valid tokens: of all replicas, or (a catalogued mistake) of its own pipeline.
+
+    The last stage's count is broadcast over its pipeline and, where it is to be everybody's, summed over dp. Source:
+    Megatron-LM, `finalize_model_grads` with `num_tokens`. Raises SpecError where no tokens were counted.
+    """
+    if tokens is None:
+        raise SpecError(f"phase {phase.value} divides by valid tokens, and none were counted; pass `tokens`")
+    for members in (pp_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
+        if hosted := _hosted(members, communicator):
+            communicator.broadcast(members, members[-1], {rank: tokens.counts[rank] for rank in hosted})
+    if phase is SyncPhase.NUM_TOKENS_SCALE:
+        for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
+            if hosted := _hosted(members, communicator):
+                communicator.all_reduce(members, {rank: tokens.counts[rank] for rank in hosted})
+    for world_rank, chunks in buffers.items():
+        divisor = token_divisor(tokens.probe, int(tokens.counts[world_rank]))
+        for buffer in chunks:
+            buffer.main_grad.mul_(1.0 / divisor)
 
 
 def _buckets(chunks: Sequence[GradBuffer]) -> list[tuple[int, int]]:

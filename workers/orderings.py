@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from workers.contract import OrderingName, Role, TrialSpec
+from workers.contract import Normalization, OrderingName, Role, TrialSpec
 from workers.layout import RULES, LayoutRule, LayoutVersion
 
 
@@ -24,6 +24,14 @@ class SyncPhase(StrEnum):
     """Every bucket is scaled and all-reduced over the dp replicas."""
     TIE_ALL_REDUCE = "tie_all_reduce"
     """The tied weight's gradient is all-reduced between the first and the last stage of each pipeline."""
+    NUM_TOKENS_SCALE = "num_tokens_scale"
+    """Valid tokens, counted on the last stage, are broadcast over pp and summed over dp; they divide every gradient."""
+    OWN_TOKENS_SCALE = "own_tokens_scale"
+    """All gradients of a rank are divided by the valid tokens of its own pipeline."""
+
+
+DP_PHASES = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE)
+"""Those that sum over the dp replicas, of which every ordering has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,23 @@ class Ordering:
     @property
     def ties_after_scatter(self) -> bool:
         """Whether the tie adds gradients that are complete at their owners only: where misownership hurts."""
-        return self.phases == _SCATTER_THEN_TIE
+        scatter, tie = SyncPhase.DP_REDUCE_SCATTER, SyncPhase.TIE_ALL_REDUCE
+        return scatter in self.phases and self.phases.index(scatter) < self.phases.index(tie)
+
+    @property
+    def averages_means(self) -> bool:
+        """Whether each replica's mean over its own tokens counts alike, however many it has."""
+        return SyncPhase.OWN_TOKENS_SCALE in self.phases
+
+    def normalized(self, normalization: Normalization) -> Ordering:
+        """The same ordering with gradients divided as asked for.
+
+        By microbatches every rank divides before backward, so that there is nothing left to take a wrong mean of.
+        """
+        if normalization is Normalization.MICROBATCHES:
+            kept = tuple(phase for phase in self.phases if phase is not SyncPhase.OWN_TOKENS_SCALE)
+            return self if kept == self.phases else replace(self, phases=kept)
+        return self if self.averages_means else replace(self, phases=(*self.phases, SyncPhase.NUM_TOKENS_SCALE))
 
     def overlapped(self) -> Ordering:
         """The same ordering where the dp sync starts from backward hooks: nothing can be tied before it.
@@ -121,6 +145,17 @@ def _catalogue() -> Iterator[Ordering]:
         summary="All-reduce over dp, then tie; every rank owns every element.",
         expectation="Clean, and both ends agree to the bit.",
     )
+    yield Ordering(
+        name=OrderingName.MEAN_OF_MEANS,
+        layout=LayoutVersion.V0_13,
+        phases=(SyncPhase.OWN_TOKENS_SCALE, *_SCATTER_THEN_TIE),
+        distributed_optimizer=True,
+        role=Role.CONTROL,
+        bit_tied=True,
+        source="Megatron-LM before --calculate-per-token-loss; normalization num_tokens only",
+        summary="As own_bucket, but each rank divides by its own valid tokens and the replicas' means are averaged.",
+        expectation="Wrong wherever ranks hold different numbers of valid tokens: tokens of fuller ranks count less.",
+    )
 
 
 ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
@@ -129,5 +164,10 @@ ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: or
 
 def ordering_of(spec: TrialSpec) -> Ordering:
     """A trial's ordering as its other settings turn it out: phases, role and all."""
-    ordering = ORDERINGS[spec.ordering]
-    return ordering.overlapped() if spec.overlap else ordering
+    return compose(spec.ordering, spec.overlap, spec.normalization)
+
+
+def compose(name: OrderingName, overlap: bool, normalization: Normalization) -> Ordering:
+    """An ordering of the catalogue as these settings turn it out."""
+    ordering = ORDERINGS[name]
+    return (ordering.overlapped() if overlap else ordering).normalized(normalization)

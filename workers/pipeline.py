@@ -47,7 +47,7 @@ class Pipeline:
         arguments = (tokens_BS,) if self._is_first else ()
         target = targets_BS if self._is_last else None
         self._schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
-        return mean_loss(self._spec, losses) if self._is_last else None
+        return mean_loss(self._spec, losses, targets_BS) if self._is_last else None
 
 
 def _pipeline_stage(

@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from workers.contract import NAMED_MODELS, BatchSpec, Device, Drill, Mesh, ModelSpec, ProbeName, Schedule
+from workers.contract import (
+    NAMED_MODELS,
+    BatchSpec,
+    Device,
+    Drill,
+    Mesh,
+    ModelSpec,
+    Normalization,
+    OrderingName,
+    ProbeName,
+    Schedule,
+)
 from workers.errors import LayoutAssertionError
 from workers.exactness import EXACT_LIMIT, exact_bound, summed_replicas
 from workers.experiment import (
@@ -176,6 +187,25 @@ def _batch_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violatio
 def _choice_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     yield from _distinct("probes", spec.probes)
     yield from _distinct("orderings", spec.orderings)
+    yield from _normalization_violations(spec)
+
+
+def _normalization_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    by_tokens = spec.normalization is Normalization.NUM_TOKENS
+    if by_tokens and spec.average_in_collective:
+        rule = "with normalization num_tokens sums are divided by tokens, so that the collective must not average"
+        remedy = "set average_in_collective to false, or normalization to microbatches"
+        yield Violation(("average_in_collective",), True, rule, remedy)
+    if OrderingName.MEAN_OF_MEANS not in spec.orderings:
+        return
+    path: FieldPath = ("orderings", spec.orderings.index(OrderingName.MEAN_OF_MEANS))
+    if not by_tokens:
+        rule = "it takes a wrong mean only where tokens are counted, and normalization is microbatches"
+        remedy = "set normalization to num_tokens, or leave it out"
+        yield Violation(path, OrderingName.MEAN_OF_MEANS.value, rule, remedy)
+    if spec.overlap:
+        rule = "each rank divides before the sum, which overlap starts before backward has ended"
+        yield Violation(path, OrderingName.MEAN_OF_MEANS.value, rule, "set overlap to false, or leave it out")
 
 
 def _distinct(name: str, chosen: tuple[str, ...]) -> Iterator[Violation]:
@@ -260,7 +290,7 @@ def _layout_violations(spec: ExperimentSpec) -> Iterator[Violation]:
 def _exact_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     if ProbeName.EXACT not in spec.probes:
         return
-    replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective)
+    replicas = summed_replicas(spec.mesh.dp, spec.average_in_collective, spec.normalization)
     bound = exact_bound(probe_model(spec, ProbeName.EXACT), probe_batch(spec, ProbeName.EXACT), replicas)
     if bound > EXACT_LIMIT:
         path = ("probes", spec.probes.index(ProbeName.EXACT))

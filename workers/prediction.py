@@ -17,6 +17,7 @@ from workers.errors import LayoutAssertionError, SpecError
 from workers.intervals import EMPTY, Interval, Intervals, count, normalize, union
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout, default_bucket_size
 from workers.orderings import ORDERINGS, Ordering, ordering_of
+from workers.padding import valid_tokens
 from workers.parameters import WORD_EMBEDDINGS, ParameterShape, gpt_stage_parameters, stage_parameters
 
 
@@ -73,6 +74,8 @@ def predict(
     `shared_embedding`. With pp=1, or where neither is marked (untied weights), nothing is tied and nothing is misowned.
     `overlap` is that of the dp sync with backward, if it does.
     """
+    if subject is OrderingName.MEAN_OF_MEANS:
+        raise SpecError(f"{subject.value} goes wrong by what ranks hold, not by who owns it; name another ordering")
     rule, exposed = _rule(subject, overlap is not None)
     wte_name, lm_head_name = _shared_name(first), _shared_name(last)
     if mesh.pp == 1 or wte_name is None or lm_head_name is None:
@@ -156,6 +159,9 @@ def trial_early(spec: TrialSpec) -> Intervals:
 
 def trial_exposed(spec: TrialSpec) -> Intervals:
     """Every element that a trial's ordering may get wrong, the same set at each end."""
+    if ordering_of(spec).averages_means:
+        whole = Interval(0, spec.model.vocab_size * spec.model.hidden_size)
+        return (whole,) if len(set(valid_tokens(spec))) > 1 else EMPTY
     return union(trial_misowned(spec), trial_early(spec))
 
 

@@ -7,6 +7,7 @@ must not look at anything that a rank computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,8 @@ def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradie
 
     output_TH, active = _integer_forward(tied_VH[tokens_T].long(), signs_H, couplings)
     upstream_TH = exact.upstream(targets_T).unsqueeze(1)
+    # A target that does not count has no weight, and so may stand for any id.
+    targets_T = targets_T.clamp(min=0)
     input_gradient_TH, largest_inner = _integer_backward(upstream_TH * tied_VH[targets_T], signs_H, couplings, active)
 
     wte_P = _add_rows(tied_VH, tokens_T, input_gradient_TH)
@@ -102,7 +105,7 @@ def signed_tied_sum(spec: TrialSpec, step: int) -> torch.Tensor:
     return total_P
 
 
-def _tied_weights(stages: list[nn.Module]) -> list[torch.Tensor]:
+def _tied_weights(stages: Sequence[nn.Module]) -> list[torch.Tensor]:
     """The two ends as separate leaves, or the one shared weight."""
     first = stages[0].get_parameter("embedding.word_embeddings.weight")
     return [first] if len(stages) == 1 else [first, stages[-1].get_parameter("output_layer.weight")]
@@ -113,7 +116,7 @@ def _add_rows(like_VH: torch.Tensor, rows_T: torch.Tensor, values_TH: torch.Tens
     return torch.zeros_like(like_VH, dtype=torch.int64).index_add_(0, rows_T, values_TH).flatten()
 
 
-def _forward(stages: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+def _forward(stages: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
     for stage in stages:
         x = stage(x)
     return x

@@ -19,6 +19,7 @@ from workers.contract import (
     Coordinates,
     DivergenceRow,
     End,
+    Normalization,
     Phase,
     Position,
     ProbeName,
@@ -29,19 +30,20 @@ from workers.contract import (
     TraceRow,
     TrialSpec,
 )
-from workers.contributions import TiedSync
+from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.grad_buffer import select
-from workers.grad_sync import prescale_of
+from workers.grad_sync import prescale_of, scale_of, token_divisor
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
-from workers.models import build_stage, microbatches, seed_weights
+from workers.models import build_stage, count_valid, microbatches, seed_weights
 from workers.optimizer import optimizer_for
 from workers.orderings import Ordering, SyncPhase, ordering_of
+from workers.padding import valid_tokens
 from workers.parameters import tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
@@ -55,6 +57,8 @@ _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
     SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
     SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+    SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
+    SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
 }
 _BLOCK_ELEMENTS = 1 << 15
 """Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
@@ -154,6 +158,8 @@ class RankTrial:
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
+            probe=spec.probe,
+            num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
         return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
 
@@ -205,7 +211,13 @@ class RankTrial:
             self._local.zero()
         self._signer.begin_step()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
+        self._targets = targets
         return self._pipeline.run_step(tokens, targets)
+
+    def _count_tokens(self) -> Tensor:
+        """Valid tokens of this step, int64 [1]; only the last stage looks at targets."""
+        is_last = self._at.pp_rank == self._spec.mesh.pp - 1
+        return count_valid(self._targets) if is_last else self._targets.new_zeros(1)
 
     def _observe_local(self) -> tuple[Tensor | None, list[TraceRow]]:
         if self._tied is None:
@@ -323,7 +335,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
-        prescale=prescale_of(spec),
+        prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
         tied_sync=_tied_sync(spec),
@@ -332,10 +344,17 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     )
 
 
-def _tied_sync(spec: TrialSpec) -> TiedSync | None:
-    if not trial_exposed(spec):
+def _tied_sync(spec: TrialSpec) -> TiedSync | MeanOfMeans | None:
+    exposed, prescale = trial_exposed(spec), prescale_of(spec)
+    if not exposed:
         return None
-    prescale = prescale_of(spec)
+    if ordering_of(spec).averages_means:
+        divisors = (token_divisor(spec.probe, num_tokens) for num_tokens in valid_tokens(spec))
+        factors = tuple(prescale.factor / divisor for divisor in divisors)
+        return MeanOfMeans(exposed, factors, num_ends=2 if spec.mesh.pp > 1 else 1)
+    if spec.normalization is Normalization.NUM_TOKENS:
+        factor = scale_of(spec).factor
+        return TiedSync(spec.mesh.dp, factor, factor, trial_misowned(spec), trial_early(spec), afterwards=factor)
     return TiedSync(spec.mesh.dp, prescale.factor, prescale.local_factor, trial_misowned(spec), trial_early(spec))
 
 

@@ -102,6 +102,10 @@ class StruckCommunicator:
         """See `Communicator`."""
         self._inner.all_gather(members, buckets)
 
+    def broadcast(self, members: Members, source: int, tensors: Mapping[int, Tensor]) -> None:
+        """See `Communicator`."""
+        self._inner.broadcast(members, source, tensors)
+
     def _damage(self, members: Members, tensors: Mapping[int, Tensor]) -> None:
         if self._where() != (RankPhase.DP_SYNC, self._drill.step):
             return

@@ -92,24 +92,24 @@ def run_flow(flows: Sequence[Flow[T]], group: TensorGroup) -> list[T]:
     Collective over the group. All ranks' flows must yield the same operations.
     """
     results: dict[int, T] = {}
-    sent: list[Tensor | None] = [None] * len(flows)
+    sent: Sequence[Tensor] = ()
     while True:
         yielded: list[Operation] = []
         for index, flow in enumerate(flows):
             try:
-                yielded.append(flow.send(sent[index]) if sent[index] is not None else next(flow))
+                yielded.append(flow.send(sent[index]) if sent else next(flow))
             except StopIteration as end:
                 results[index] = end.value
         if not yielded:
             return [results[index] for index in range(len(flows))]
-        sent = list(_perform(yielded, group))
+        sent = _perform(yielded, group)
 
 
 def _perform(operations: Sequence[Operation], group: TensorGroup) -> Sequence[Tensor]:
     tensors = [operation.tensor for operation in operations]
     if group.size == 1:
         return tensors
-    outputs: tuple[Tensor, ...] = operations[0].kind.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = operations[0].kind.apply(group, *tensors)
     return outputs
 
 

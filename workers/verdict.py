@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from workers.contract import (
     DivergenceRow,
     Judgement,
+    Normalization,
+    OrderingName,
     ProbeName,
     Reason,
     Role,
@@ -181,6 +183,8 @@ def _why_not_applicable(evidence: Evidence) -> str:
     spec = evidence.spec
     if spec.mesh.dp == 1:
         return "with dp=1 the one replica owns every element, so no ordering can get one wrong"
+    if spec.ordering is OrderingName.MEAN_OF_MEANS:
+        return "every rank holds as many valid tokens as the others, so the mean of their means is the mean of all"
     if spec.mesh.pp == 1:
         return "with pp=1 one stage holds the only copy of the tied weight, so nothing is tied"
     if not count(trial_exposed(spec)):
@@ -213,7 +217,8 @@ def _coverage(spec: TrialSpec) -> str:
     named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
     named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
     named += ", scatter overlapping backward" if spec.overlap else ""
-    return named + (", averaged in the collective" if spec.average_in_collective else "")
+    named += ", averaged in the collective" if spec.average_in_collective else ""
+    return named + (", divided by valid tokens" if spec.normalization is Normalization.NUM_TOKENS else "")
 
 
 def _told(report: StepReport, row: DivergenceRow) -> str:

@@ -30,6 +30,10 @@ VALIDATE_REQUESTS: dict[str, dict[str, Any]] = {
         "summary": "The collective averages, instead of a scaling by 1/dp before it",
         "value": {"average_in_collective": True, "orderings": ["buggy", "own_bucket"]},
     },
+    "num_tokens": {
+        "summary": "Padded batches, gradients divided by all valid tokens; the mean of the ranks' means is a control",
+        "value": {"normalization": "num_tokens", "orderings": ["buggy", "mean_of_means", "fixed", "own_bucket"]},
+    },
     "drill": {
         "summary": "Kill a rank on purpose, to see how a failure is reported",
         "value": {"drill": {"fault": "kill_in_collective", "world_rank": 3, "step": 1}},

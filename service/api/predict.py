@@ -155,6 +155,9 @@ def _violations(asked: PredictRequest) -> Iterator[FieldError]:
         yield FieldError("version", asked.version, rule, "give the one that you mean")
     if isinstance(asked.model, str) and asked.model not in MODELS:
         yield FieldError("model", asked.model, f"must be one of {', '.join(MODELS)}", "name one, or give sizes")
+    if asked.ordering is OrderingName.MEAN_OF_MEANS:
+        rule = "goes wrong by what ranks hold, not by who owns it"
+        yield FieldError("ordering", asked.ordering.value, rule, "name another ordering")
     if asked.bucket_size is not None and not asked.overlap:
         rule = "cuts buckets only with overlap, which is false"
         yield FieldError("bucket_size", asked.bucket_size, rule, "set overlap to true, or leave bucket_size out")

@@ -19,6 +19,7 @@ from workers.contract import (
     Launcher,
     Mesh,
     ModelSpec,
+    Normalization,
     OrderingName,
     ProbeName,
     Schedule,
@@ -139,6 +140,9 @@ class ValidateRequest(Strict):
     average_in_collective: bool = False
     """Let the collective average, instead of scaling every gradient by 1/dp before its sum: a wrong element then holds
     its rank's own share undivided."""
+    normalization: Normalization = Normalization.MICROBATCHES
+    """What gradients are divided by: microbatches and replicas, or with `num_tokens` the valid tokens of the whole step
+    (sequences are padded then, by rank). The ordering `mean_of_means` needs `num_tokens`."""
     probes: list[ProbeName] = [ProbeName.EXACT, ProbeName.GPT]
     orderings: list[OrderingName] = [OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET]
     steps: int = Field(default=2, json_schema_extra={"minimum": 1})
@@ -163,6 +167,7 @@ class ValidateRequest(Strict):
             overlap=self.overlap,
             bucket_size=self.bucket_size,
             average_in_collective=self.average_in_collective,
+            normalization=self.normalization,
             probes=tuple(self.probes),
             orderings=tuple(self.orderings),
             steps=self.steps,

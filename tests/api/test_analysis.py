@@ -104,6 +104,7 @@ async def test_every_known_model_can_be_named(api):
         ({"version": "v0.1"}, "version"),
         ({"version": "\u00e9"}, "version"),
         ({"ordering": "best"}, "ordering"),
+        ({"ordering": "mean_of_means"}, "ordering"),
         ({"model": "gpt-17"}, "model"),
         ({"model": {"vocab_size": 0}}, "model.vocab_size"),
         ({"model": {"num_layers": 10**30}}, "model.num_layers"),

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from workers.contract import Dtype, ProbeName, TrialSpec
+from workers.contract import Dtype, Normalization, ProbeName, TrialSpec
 from workers.models import exact, gpt
 from workers.models.exact import ExactStage
 from workers.models.gpt import GptStage
 from workers.models.weights import Shard
+from workers.padding import valid_length
 from workers.parameters import first_layer, padded_vocab_size, stage_layer_counts
 from workers.tensor_parallel import Flow, run_flow
 
 UNCUT = Shard()
 """The whole model in one piece."""
+
+IGNORED = -100
+"""The target of a token that does not count."""
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -79,18 +82,29 @@ def stage_example(spec: TrialSpec, stage: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each."""
+    """Tokens and targets of one dp rank's step, microbatch after microbatch: int64 [M * B, S] each.
+
+    Where gradients are normalised by valid tokens, sequences are padded: targets past their length are IGNORED.
+    """
     draw = exact.draw_tokens if spec.probe is ProbeName.EXACT else gpt.draw_tokens
     num_sequences = spec.batch.num_microbatches * spec.batch.micro_batch_size
     tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, dp_rank)
+    if spec.normalization is Normalization.NUM_TOKENS:
+        for sequence in range(num_sequences):
+            targets_BS[sequence, valid_length(spec.model.seq_len, dp_rank, sequence) :] = IGNORED
     return tokens_BS.to(device), targets_BS.to(device)
+
+
+def count_valid(targets_BS: torch.Tensor) -> torch.Tensor:
+    """How many tokens have a target that counts: int64 [1]."""
+    return (targets_BS != IGNORED).sum().view(1)
 
 
 def microbatch_loss(spec: TrialSpec, shard: Shard = UNCUT) -> LossFunction:
     """The function of (logits, targets) whose gradients, summed over microbatches, are a dp rank's local gradients.
 
-    gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM; exact: a weighted sum. The
-    function is collective over the tp ranks, all of which get the whole loss.
+    gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM, or with num_tokens the sum over
+    valid tokens; exact: a weighted sum. The function is collective over the tp ranks, all of which get the whole loss.
     """
     return lambda logits_BSV, targets_BS: run_flow([loss_flow(spec, shard, logits_BSV, targets_BS)], shard.group)[0]
 
@@ -99,10 +113,17 @@ def loss_flow(spec: TrialSpec, shard: Shard, logits_BSV: torch.Tensor, targets_B
     """The same, one rank's turn at a time."""
     if spec.probe is ProbeName.EXACT:
         return (yield from exact.token_loss(logits_BSV, targets_BS, shard))
+    if spec.normalization is Normalization.NUM_TOKENS:
+        return (yield from gpt.token_loss(logits_BSV, targets_BS, shard, summed=True))
     return (yield from gpt.token_loss(logits_BSV, targets_BS, shard)) / spec.batch.num_microbatches
 
 
-def mean_loss(spec: TrialSpec, losses: list[torch.Tensor]) -> float:
-    """The mean over microbatches, from what `microbatch_loss` gave for each. Waits for the device."""
+def mean_loss(spec: TrialSpec, losses: list[torch.Tensor], targets_BS: torch.Tensor) -> float:
+    """The mean over microbatches, or with num_tokens over valid tokens, from what `microbatch_loss` gave for each.
+
+    Waits for the device.
+    """
     total = float(torch.stack([loss.detach() for loss in losses]).sum())
+    if spec.normalization is Normalization.NUM_TOKENS:
+        return total / max(1, int(count_valid(targets_BS)))
     return total / len(losses) if spec.probe is ProbeName.EXACT else total

@@ -90,8 +90,8 @@ def draw_tokens(
 
 
 def upstream(targets: torch.Tensor) -> torch.Tensor:
-    """The weight of each token's logit in the loss, 1 or 2; it follows from the target alone."""
-    return 1 + targets % 2
+    """The weight of each token's logit in the loss, from the target alone: 1 or 2, and 0 where it does not count."""
+    return torch.where(targets >= 0, 1 + targets % 2, 0)
 
 
 def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor, shard: Shard) -> Flow[torch.Tensor]:

@@ -219,12 +219,20 @@ def seed_weights(stage: GptStage, model: ModelSpec, seed: int, first_layer: int)
             parameter.copy_(cut(name, _initial_value(_global_name(name, first_layer), shape, model, seed), stage.shard))
 
 
-def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor, shard: Shard) -> Flow[torch.Tensor]:
-    """Mean cross-entropy over the tokens, computed in float32 at least. Scalar, the same on every tp rank."""
+def token_loss(
+    logits_BSV: torch.Tensor, targets_BS: torch.Tensor, shard: Shard, summed: bool = False
+) -> Flow[torch.Tensor]:
+    """Mean or sum of the cross-entropy over the tokens whose target counts (not -100), in float32 at least.
+
+    Scalar, the same on every tp rank.
+    """
     logits_BSV = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
     if shard.tp == 1:
-        return F.cross_entropy(logits_BSV.flatten(0, -2), targets_BS.flatten())
-    return (yield from cross_entropies(logits_BSV, targets_BS, shard.tp_rank)).mean()
+        flat = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        return F.cross_entropy(*flat, reduction="sum" if summed else "mean")
+    counted_BS = targets_BS >= 0
+    total = ((yield from cross_entropies(logits_BSV, targets_BS, shard.tp_rank)) * counted_BS).sum()
+    return total if summed else total / counted_BS.sum()
 
 
 def draw_tokens(

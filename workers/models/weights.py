@@ -48,7 +48,8 @@ def cut(name: str, whole: Tensor, shard: Shard) -> Tensor:
         case Cut.COLUMNS:
             return whole.chunk(shard.tp, dim=1)[shard.tp_rank]
         case Cut.HEADS:
-            return whole.unflatten(0, (3, shard.tp, -1))[:, shard.tp_rank].flatten(0, 1)
+            thirds = whole.view(3, shard.tp, -1, *whole.shape[1:])
+            return thirds[:, shard.tp_rank].flatten(0, 1)
         case Cut.REPLICATED:
             return whole
 

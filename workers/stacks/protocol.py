@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.communicator import Communicator
-from workers.contract import Coordinates, Mesh
+from workers.contract import Coordinates, Mesh, ProbeName
 from workers.grad_sync import Observer
 from workers.intervals import Intervals
 from workers.optimizer import MakeOptimizer
@@ -41,6 +41,11 @@ class StackContext:
     num_microbatches: int
     make_optimizer: MakeOptimizer
     """The update rule of the trial over float32 master copies, whose `.grad` the stack sets before each step."""
+    probe: ProbeName = ProbeName.GPT
+    """The trial's; exact divides by powers of two only."""
+    num_tokens: Callable[[], Tensor] | None = None
+    """Valid tokens of this rank's step, int64 [1], counted on the last stage (elsewhere 0), for `finalize` to divide
+    by those of all replicas; None where gradients are means already."""
 
 
 class Stack(Protocol):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from workers.communicator import Pending
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into
-from workers.grad_sync import Observer, Prescale, start_bucket, sync_gradients
+from workers.grad_sync import Observer, Prescale, TokenCounts, start_bucket, sync_gradients
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.mesh import dp_members
 from workers.optimizer import ShardedOptimizer
-from workers.orderings import Ordering, SyncPhase
+from workers.orderings import DP_PHASES, Ordering
 from workers.overlap import BucketLauncher
 from workers.stacks.protocol import StackContext
 
@@ -67,7 +67,7 @@ class ReferenceStack:
     def _launcher(self, chunk: int) -> BucketLauncher:
         context, buffer = self._context, self._grads[chunk]
         members = dp_members(context.mesh, context.at.pp_rank)
-        phase = next(phase for phase in self._ordering.phases if phase is not SyncPhase.TIE_ALL_REDUCE)
+        phase = next(phase for phase in self._ordering.phases if phase in DP_PHASES)
 
         def start(bucket: int) -> Pending:
             buckets = {context.at.world_rank: buffer.bucket(bucket)}
@@ -87,7 +87,10 @@ class ReferenceStack:
         context = self._context
         buffers = {context.at.world_rank: self._grads}
         finish = self._finish_launched if self._launchers else None
-        sync_gradients(self._ordering, context.mesh, buffers, context.communicator, self._prescale, observe, finish)
+        tokens = context.num_tokens and TokenCounts(context.probe, {context.at.world_rank: context.num_tokens()})
+        sync_gradients(
+            self._ordering, context.mesh, buffers, context.communicator, self._prescale, observe, finish, tokens
+        )
 
     def _finish_launched(self) -> None:
         for launcher in self._launchers:

@@ -12,7 +12,7 @@ import pytest
 from gloo_world import run_trials
 from measured import assert_as_predicted, every_trial, runs
 
-from workers.contract import Mesh, ModelSpec, Schedule, Verdict
+from workers.contract import Mesh, ModelSpec, Normalization, Schedule, Verdict
 from workers.verdict import judge
 
 DEEP = ModelSpec(vocab_size=24, hidden_size=12, num_layers=6, num_heads=3, seq_len=8)
@@ -28,6 +28,9 @@ class Composition:
 
 COMPOSITIONS: dict[int, list[Composition]] = {
     2: [
+        # Means of means show without a pipeline, too.
+        Composition(Mesh(2, 1), {"normalization": Normalization.NUM_TOKENS}),
+        Composition(Mesh(1, 2), {"normalization": Normalization.NUM_TOKENS}, Verdict.INCONCLUSIVE),
         Composition(Mesh(1, 2, vpp=2), verdict=Verdict.INCONCLUSIVE),
         Composition(Mesh(2, 1), {"schedule": Schedule.GPIPE}, Verdict.INCONCLUSIVE),
         Composition(Mesh(2, 1), {"overlap": True, "bucket_size": 3000}, Verdict.INCONCLUSIVE),
@@ -39,6 +42,8 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"overlap": True}),
         Composition(Mesh(2, 2), {"overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2, vpp=2), {"overlap": True, "bucket_size": 3000}),
+        Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS}),
+        Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
     ],
     6: [
@@ -48,6 +53,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(3, 2), {"overlap": True, "bucket_size": 3000}),
         Composition(Mesh(2, 3), {"overlap": True, "bucket_size": 1}),
         Composition(Mesh(3, 2), {"average_in_collective": True}),
+        Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
     ],
 }
 

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from service import terminal
-from workers.contract import OrderingName
+from workers.contract import Normalization, OrderingName
+from workers.orderings import ORDERINGS, compose
 
 
 def render(*renderables: RenderableType, width: int = 140) -> str:
@@ -109,7 +110,7 @@ def test_brackets_in_a_message_are_not_markup() -> None:
 
 def test_tables_follow_the_order_in_which_phases_ran() -> None:
     rows = [trace_row(phase, 0, 0) for phase in ("local", "scattered", "tied", "final")]
-    titles = {name: [table.title for table in terminal.trace_tables(rows, name)] for name in OrderingName}
+    titles = {name: [table.title for table in terminal.trace_tables(rows, each)] for name, each in ORDERINGS.items()}
     assert titles["buggy"] == [
         "local, before any sync",
         "after the DP phase (DP reduce-scatter)",
@@ -119,9 +120,20 @@ def test_tables_follow_the_order_in_which_phases_ran() -> None:
     assert titles["all_reduce"][1] == "after the DP phase (DP all-reduce)"
 
 
+def test_tables_follow_what_the_request_made_of_the_ordering() -> None:
+    rows = [trace_row(phase, 0, 0) for phase in ("local", "scattered", "tied", "normalized", "final")]
+    composed = compose(OrderingName.FIXED, True, Normalization.NUM_TOKENS)
+    assert [table.title for table in terminal.trace_tables(rows, composed)] == [
+        "local, before any sync",
+        "after the DP phase (DP reduce-scatter)",
+        "after the tie (tie all-reduce)",
+        "after the division (by all valid tokens)",
+    ]
+
+
 def test_a_table_has_a_row_a_rank_and_end_and_marks_owned_shards() -> None:
     rows = [trace_row("local", world_rank, shard) for world_rank in (3, 1, 0, 2) for shard in (1, 0)]
-    (table,) = terminal.trace_tables(rows, "buggy")
+    (table,) = terminal.trace_tables(rows, ORDERINGS[OrderingName.BUGGY])
     lines = [line.split() for line in render(table).splitlines()[2:]]
     assert lines == [
         ["0", "wte", "*0", "*0", "0", "1.000e-01"],
@@ -132,13 +144,13 @@ def test_a_table_has_a_row_a_rank_and_end_and_marks_owned_shards() -> None:
 
 
 def test_without_shards_nothing_is_marked_as_owned() -> None:
-    (table,) = terminal.trace_tables([trace_row("local", 0, 0)], "all_reduce")
+    (table,) = terminal.trace_tables([trace_row("local", 0, 0)], ORDERINGS[OrderingName.ALL_REDUCE])
     assert "*" not in render(table)
 
 
 def test_many_shards_are_cut_and_said_to_be() -> None:
     rows = [trace_row("local", 0, shard) for shard in range(16)]
-    (table,) = terminal.trace_tables(rows, "buggy")
+    (table,) = terminal.trace_tables(rows, ORDERINGS[OrderingName.BUGGY])
     text = render(table)
     assert "12 more shards in the API" in text
     assert "shard 3 L2" in text

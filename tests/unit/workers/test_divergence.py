@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from judged_mesh import JudgedMesh, each
 
 from workers import exchange
-from workers.contract import Mesh, OrderingName, ProbeName
+from workers.contract import Mesh, Normalization, OrderingName, ProbeName, Role
 from workers.divergence import EndJudgement, element_at, rounding_bound
 from workers.grad_sync import Prescale
 from workers.intervals import Interval
@@ -141,6 +141,23 @@ def test_averaging_in_the_collective_is_predicted_too(ordering: OrderingName, me
         assert row.diverged_elements == row.predicted_elements <= len(world.misowned() & set(world.owned(rank)))
         diverged += row.diverged_elements
     assert bool(diverged) == bool(world.misowned())
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 2), Mesh(3, 2), Mesh(2, 1)], ids=str)
+@pytest.mark.parametrize("ordering", list(OrderingName))
+def test_division_by_valid_tokens_is_judged_against_all_of_them(
+    ordering: OrderingName, mesh: Mesh, probe: ProbeName
+) -> None:
+    world = JudgedMesh(ordering, mesh, probe, normalization=Normalization.NUM_TOKENS)
+    means = ordering is OrderingName.MEAN_OF_MEANS and mesh.dp > 1
+    for rank, judgement in world.judge().items():
+        row = judgement.divergence
+        assert (row.missed_elements, row.unexpected_elements, row.reference_exceeded_elements) == (0, 0, 0)
+        wrong = world.owned(rank) if means else world.misowned() & set(world.owned(rank))
+        assert row.diverged_elements == row.predicted_elements
+        assert row.diverged_elements == len(wrong) or (means and row.diverged_elements > 0.9 * len(wrong))
+        assert not judgement.tied or judgement.tied.exceeded_elements == 0 or world.ordering.role is Role.CONTROL
 
 
 def test_only_the_unaligned_bucket_shards_a_weight_in_several_intervals() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from workers.communicator import VirtualRanks
-from workers.contract import Mesh, OrderingName, Phase, ProbeName
+from workers.contract import Mesh, Normalization, OrderingName, Phase, ProbeName
+from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer
-from workers.grad_sync import Prescale, prescale_for, sync_gradients
+from workers.grad_sync import Prescale, TokenCounts, prescale_for, sync_gradients, token_divisor
 from workers.layout import RULES, LayoutVersion, PrescaleKind, build_layout
 from workers.orderings import ORDERINGS
 from workers.parameters import ParameterShape
@@ -98,6 +99,54 @@ def test_one_stage_has_nothing_to_tie() -> None:
     made, phases = run(OrderingName.FIXED, Mesh(2, 1))
     assert phases == [Phase.TIED, Phase.SCATTERED]
     assert made[1].tied_grad().tolist() == [5.5] * 4
+
+
+def by_tokens(name: OrderingName, mesh: Mesh) -> dict[int, GradBuffer]:
+    """Pipeline 0 has 30 valid tokens, pipeline 1 has 10; only its last stage knows."""
+    ordering = ORDERINGS[name].normalized(Normalization.NUM_TOKENS)
+    made = buffers(mesh, 8, ordering.layout)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    last = mesh.pp - 1
+    at = {rank: mesh.coordinates(rank) for rank in made}
+    counts = {rank: torch.tensor([(30, 10)[at[rank].dp_rank] if at[rank].pp_rank == last else 0]) for rank in made}
+    prescale = Prescale(PrescaleKind.DIVIDE, mesh.dp if ordering.averages_means else 1)
+    virtual, tokens = VirtualRanks(mesh.world_size), TokenCounts(ProbeName.GPT, counts)
+    sync_gradients(ordering, mesh, chunks, virtual, prescale, lambda _: None, tokens=tokens)
+    return made
+
+
+def test_every_buffer_is_divided_by_all_valid_tokens_by_hand() -> None:
+    made = by_tokens(OrderingName.OWN_BUCKET, Mesh(2, 3))
+    # Ranks 0, 1 and 4, 5 hold the tied weight.
+    owner, inner = made[0], made[2]
+    assert owner.tied_grad()[0].item() == pytest.approx((1 + 10 + 1e4 + 1e5) / 40)
+    assert inner.grad("other")[0].item() == pytest.approx((100 + 1000) / 40)
+
+
+def test_a_mean_of_means_by_hand() -> None:
+    made = by_tokens(OrderingName.MEAN_OF_MEANS, Mesh(2, 2))
+    assert made[0].tied_grad()[0].item() == pytest.approx((1 / 30 + 10 / 10 + 100 / 30 + 1000 / 10) / 2)
+
+
+@pytest.mark.parametrize(
+    ("probe", "tokens", "divisor"),
+    [
+        (ProbeName.GPT, 0, 1),
+        (ProbeName.GPT, 46, 46),
+        (ProbeName.EXACT, 46, 64),
+        (ProbeName.EXACT, 64, 64),
+        (ProbeName.EXACT, 0, 1),
+    ],
+)
+def test_tokens_are_clamped_and_exact_divides_by_powers_of_two(probe: ProbeName, tokens: int, divisor: int) -> None:
+    assert token_divisor(probe, tokens) == divisor
+
+
+def test_uncounted_tokens_are_an_error() -> None:
+    ordering = ORDERINGS[OrderingName.FIXED].normalized(Normalization.NUM_TOKENS)
+    made = {rank: [buffer] for rank, buffer in buffers(Mesh(1, 2), 8, ordering.layout).items()}
+    with pytest.raises(SpecError, match="none were counted"):
+        sync_gradients(ordering, Mesh(1, 2), made, VirtualRanks(2), Prescale(PrescaleKind.DIVIDE, 1), lambda _: None)
 
 
 def test_the_two_prescales_round_differently() -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from workers.contract import OrderingName, Role
+from workers.contract import Normalization, OrderingName, Role
 from workers.layout import RULES, LayoutVersion
-from workers.orderings import ORDERINGS, SyncPhase
+from workers.orderings import ORDERINGS, SyncPhase, compose
 
 SCATTER, ALL_REDUCE, TIE = SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE, SyncPhase.TIE_ALL_REDUCE
 
@@ -20,19 +20,20 @@ def test_layout_and_phases() -> None:
         "own_bucket": ("v0.13", (SCATTER, TIE)),
         "own_bucket_unaligned": ("0650d83", (SCATTER, TIE)),
         "all_reduce": ("de4028a", (ALL_REDUCE, TIE)),
+        "mean_of_means": ("v0.13", (SyncPhase.OWN_TOKENS_SCALE, SCATTER, TIE)),
     }
     assert ORDERINGS[OrderingName.BUGGY].rule is RULES[LayoutVersion.DE4028A]
 
 
 def test_roles_and_what_follows_from_the_phases() -> None:
     controls = {name for name, ordering in ORDERINGS.items() if ordering.role is Role.CONTROL}
-    assert controls == {OrderingName.BUGGY, OrderingName.OWN_BUCKET_UNALIGNED}
+    assert controls == {OrderingName.BUGGY, OrderingName.OWN_BUCKET_UNALIGNED, OrderingName.MEAN_OF_MEANS}
     bit_tied = {name for name, ordering in ORDERINGS.items() if ordering.bit_tied}
-    assert bit_tied == {OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE}
+    assert bit_tied == {OrderingName.OWN_BUCKET, OrderingName.ALL_REDUCE, OrderingName.MEAN_OF_MEANS}
     sharded = {name for name, ordering in ORDERINGS.items() if ordering.distributed_optimizer}
     assert sharded == set(OrderingName) - {OrderingName.ALL_REDUCE}
     exposed = {name for name, ordering in ORDERINGS.items() if ordering.ties_after_scatter}
-    assert exposed == {OrderingName.BUGGY, OrderingName.OWN_BUCKET, OrderingName.OWN_BUCKET_UNALIGNED}
+    assert exposed == set(OrderingName) - {OrderingName.FIXED, OrderingName.ALL_REDUCE}
 
 
 def test_overlap_takes_the_tie_in_time_from_the_reporter_s_fix_alone() -> None:
@@ -43,3 +44,18 @@ def test_overlap_takes_the_tie_in_time_from_the_reporter_s_fix_alone() -> None:
             assert overlapped.ties_after_scatter
         else:
             assert overlapped is ordering
+
+
+def test_division_by_valid_tokens_comes_last_and_needs_no_pre_scale() -> None:
+    by_tokens, by_microbatches = Normalization.NUM_TOKENS, Normalization.MICROBATCHES
+    for name, ordering in ORDERINGS.items():
+        if name is OrderingName.MEAN_OF_MEANS:
+            assert ordering.normalized(by_tokens) is ordering
+            assert ordering.normalized(by_microbatches).phases == (SCATTER, TIE)
+        else:
+            assert ordering.normalized(by_microbatches) is ordering
+            assert ordering.normalized(by_tokens).phases == (*ordering.phases, SyncPhase.NUM_TOKENS_SCALE)
+            assert ordering.normalized(by_tokens).ties_after_scatter == ordering.ties_after_scatter
+    fixed = compose(OrderingName.FIXED, True, by_tokens)
+    assert fixed.phases == (SCATTER, TIE, SyncPhase.NUM_TOKENS_SCALE)
+    assert fixed.role is Role.CONTROL

@@ -15,6 +15,7 @@ from workers.contract import (
     Drill,
     Mesh,
     ModelSpec,
+    Normalization,
     OrderingName,
     ProbeName,
     Schedule,
@@ -27,7 +28,8 @@ from workers.reference import exact_tied_gradients
 
 GPT = (ProbeName.GPT,)
 EXACT = (ProbeName.EXACT,)
-ALL = tuple(OrderingName)
+ALL = tuple(name for name in OrderingName if name is not OrderingName.MEAN_OF_MEANS)
+BY_TOKENS = Normalization.NUM_TOKENS
 ODD = ModelSpec(vocab_size=64, hidden_size=31, num_layers=2, num_heads=1, seq_len=16)
 
 
@@ -61,6 +63,9 @@ BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), probes=GPT), ("mesh", "pp")),
     (ExperimentSpec(mesh=Mesh(dp=2, pp=5), model=TINY, probes=EXACT), ("mesh", "pp")),
     (ExperimentSpec(overlap=True, bucket_size=0), ("bucket_size",)),
+    (ExperimentSpec(normalization=BY_TOKENS, average_in_collective=True), ("average_in_collective",)),
+    (ExperimentSpec(orderings=(OrderingName.MEAN_OF_MEANS,)), ("orderings", 0)),
+    (ExperimentSpec(orderings=tuple(OrderingName), normalization=BY_TOKENS, overlap=True), ("orderings", 5)),
     (ExperimentSpec(bucket_size=8000), ("bucket_size",)),
     (ExperimentSpec(model="gpt5"), ("model",)),
     (ExperimentSpec(model=replace(TINY, vocab_size=1)), ("model", "vocab_size")),
@@ -118,6 +123,9 @@ def test_a_broken_rule_names_its_field_value_rule_and_remedy(spec: ExperimentSpe
         ExperimentSpec(mesh=Mesh(2, 4), schedule=Schedule.GPIPE, batch=BatchSpec(1, 1)),
         ExperimentSpec(overlap=True, orderings=ALL),
         ExperimentSpec(overlap=True, bucket_size=1),
+        ExperimentSpec(orderings=tuple(OrderingName), normalization=BY_TOKENS),
+        ExperimentSpec(orderings=ALL, normalization=BY_TOKENS, overlap=True),
+        ExperimentSpec(average_in_collective=True),
         ExperimentSpec(steps=50, repeats=2),
         ExperimentSpec(seed=2**31 - 1),
         ExperimentSpec(drill=Drill("raise_after_collective", 3, step=1)),

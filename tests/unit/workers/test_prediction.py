@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.contract import TINY, BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.contract import TINY, BatchSpec, Mesh, ModelSpec, Normalization, OrderingName, ProbeName, TrialSpec
 from workers.errors import SpecError
 from workers.intervals import Interval, count
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout
@@ -27,6 +27,9 @@ from workers.prediction import (
 from workers.public_models import MODELS
 
 ODD = ModelSpec(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, seq_len=16)
+
+
+BY_LAYOUT = [name for name in OrderingName if name is not OrderingName.MEAN_OF_MEANS]
 
 
 def odd_stage(pp_rank: int) -> tuple[ParameterShape, ...]:
@@ -152,7 +155,7 @@ def test_overlap_makes_the_reporter_s_fix_the_bug() -> None:
 
 
 def test_a_trial_and_a_forecast_agree_under_overlap() -> None:
-    for ordering in OrderingName:
+    for ordering in BY_LAYOUT:
         spec = replace(trial(ordering, Mesh(3, 2)), overlap=True, bucket_size=5000)
         assert trial_exposed(spec) == predict_model(ordering, Mesh(3, 2), TINY, overlap=Overlap(5000)).ranges
 
@@ -171,7 +174,7 @@ def test_a_version_that_asserts() -> None:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 2), Mesh(2, 1), Mesh(1, 1)])
-@pytest.mark.parametrize("subject", [*OrderingName, *LayoutVersion])
+@pytest.mark.parametrize("subject", [*BY_LAYOUT, *LayoutVersion])
 def test_nothing_is_misowned_without_dp_or_pp(subject: OrderingName | LayoutVersion, mesh: Mesh) -> None:
     prediction = predict_model(subject, mesh, TINY)
     assert (prediction.misowned_elements, prediction.num_elements) == (0, 2048)
@@ -223,7 +226,16 @@ def test_the_widest_data_parallel_group_takes_no_longer() -> None:
     assert sum(prediction.misowned_by_wte_owner) == sum(prediction.misowned_by_lm_head_owner) == 134_217_728
 
 
+def test_a_mean_of_means_exposes_everything_where_ranks_hold_unlike_numbers() -> None:
+    spec = replace(trial(OrderingName.MEAN_OF_MEANS, Mesh(2, 1)), normalization=Normalization.NUM_TOKENS)
+    assert trial_exposed(spec) == (Interval(0, 2048),)
+    assert trial_exposed(replace(spec, mesh=Mesh(1, 2))) == ()
+    assert trial_exposed(replace(spec, model=replace(TINY, seq_len=1))) == ()
+
+
 def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(SpecError, match="name another ordering"):
+        predict_model(OrderingName.MEAN_OF_MEANS, Mesh(2, 2), TINY)
     with pytest.raises(SpecError, match="no tensor parallelism"):
         predict_model(OrderingName.BUGGY, Mesh(2, 2, tp=2), TINY)
     twice = [ParameterShape("a", (2,), True), ParameterShape("b", (2,), True)]

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 import torch
 
-from workers.contract import TINY, BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.contract import TINY, BatchSpec, Dtype, Mesh, ModelSpec, Normalization, OrderingName, ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
 from workers.exactness import EXACT_LIMIT
 from workers.models import build_stage, exact, microbatch_loss, microbatches
+from workers.padding import valid_tokens
 from workers.reference import exact_tied_gradients, replay_tied_gradients
 
 CPU = torch.device("cpu")
@@ -143,3 +144,26 @@ def test_one_stage_holds_the_sum_of_what_two_stages_hold_apart():
 def test_trained_gpt_weights_cannot_be_replayed():
     with pytest.raises(SpecError, match="step 1 of a gpt trial cannot be replayed"):
         replay_tied_gradients(GPT, 1, 0, CPU)
+
+
+def test_ranks_sums_over_all_valid_tokens_are_the_gradient_of_one_process_over_all_of_them():
+    spec = TrialSpec(
+        ProbeName.GPT,
+        OrderingName.FIXED,
+        Mesh(3, 1),
+        ModelSpec(29, 12, 2, 3, 8),
+        BatchSpec(1, 2),
+        normalization=Normalization.NUM_TOKENS,
+    )
+    stage = build_stage(spec, 0, CPU).double()
+    batches = [microbatches(spec, 0, dp_rank, CPU) for dp_rank in range(3)]
+    tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    loss = torch.nn.functional.cross_entropy(stage(tokens).flatten(0, -2), targets.flatten())
+    weight = stage.get_parameter("embedding.word_embeddings.weight")
+    (whole,) = torch.autograd.grad(loss, [weight])
+    parts = [replay_tied_gradients(spec, 0, dp_rank, CPU, dtype=torch.float64).wte_P for dp_rank in range(3)]
+    counts = valid_tokens(spec)
+    assert counts == (15, 7, 3)
+    torch.testing.assert_close(sum(parts) / sum(counts), whole.flatten(), rtol=1e-12, atol=1e-15)
+    means = sum(part / count for part, count in zip(parts, counts, strict=True)) / 3
+    assert (means - whole.flatten()).abs().max() > 0.1 * whole.abs().max()

@@ -22,6 +22,7 @@ def test_an_empty_object_is_the_documented_default_request():
         "overlap": False,
         "bucket_size": None,
         "average_in_collective": False,
+        "normalization": "microbatches",
         "probes": ["exact", "gpt"],
         "orderings": ["buggy", "fixed", "own_bucket"],
         "steps": 2,

@@ -34,6 +34,7 @@ def test_every_field_arrives() -> None:
         "overlap": True,
         "bucket_size": 700,
         "average_in_collective": True,
+        "normalization": "num_tokens",
         "steps": 7,
         "device": "cpu",
         "seed": 5,
@@ -48,6 +49,7 @@ def test_every_field_arrives() -> None:
     assert spec.batch == BatchSpec(2, 3)
     assert spec.orderings == (OrderingName.FIXED,)
     assert (spec.schedule, spec.overlap, spec.bucket_size, spec.average_in_collective) == ("gpipe", True, 700, True)
+    assert spec.normalization == "num_tokens"
     assert (spec.steps, spec.device, spec.seed) == (7, Device.CPU, 5)
     assert spec.drill == Drill("kill_in_collective", step=3, node="a", probability=0.25)
     assert start.launcher is Launcher.RAY_TRAIN

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from workers.contract import TINY, BatchSpec, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.contract import TINY, BatchSpec, Dtype, Mesh, ModelSpec, Normalization, OrderingName, ProbeName, TrialSpec
 from workers.models import (
     build_stage,
     mean_loss,
@@ -126,6 +126,9 @@ def test_the_exact_probe_is_float32_whatever_is_asked():
 
 def test_mean_loss_is_the_mean_over_microbatches():
     losses = [torch.tensor(3.0), torch.tensor(5.0)]
-    assert mean_loss(replace(SPEC, probe=ProbeName.EXACT), losses) == 4.0
+    targets = torch.tensor([[3, -100], [5, 7]])
+    assert mean_loss(replace(SPEC, probe=ProbeName.EXACT), losses, targets) == 4.0
     # gpt's losses are already divided by their number, so that gradients are means.
-    assert mean_loss(SPEC, losses) == 8.0
+    assert mean_loss(SPEC, losses, targets) == 8.0
+    by_tokens = replace(SPEC, normalization=Normalization.NUM_TOKENS)
+    assert mean_loss(by_tokens, [torch.tensor(6.0), torch.tensor(3.0)], targets) == 3.0
