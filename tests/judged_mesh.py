@@ -18,10 +18,9 @@ from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Holding, Replay
 from workers.grad_buffer import GradBuffer, tied_buffer
-from workers.grad_sync import TokenCounts, prescale_of, sync_gradients
+from workers.grad_sync import counted_tokens, prescale_of, sync_gradients
 from workers.mesh import dp_members, ends_members
 from workers.orderings import ordering_of
-from workers.padding import num_valid_tokens
 from workers.parameters import tied_parameter_name
 from workers.prediction import stage_layout, trial_misowned
 from workers.step import expect
@@ -60,13 +59,7 @@ class JudgedMesh:
     def synchronise(self) -> None:
         prescale = prescale_of(self.spec)
         virtual = VirtualRanks(self.mesh.world_size)
-        # Only the last stage knows; the others start with rubbish.
-        last = self.mesh.pp - 1
-        counts = {
-            rank: torch.tensor([num_valid_tokens(self.spec, at.dp_rank) if at.pp_rank == last else -7])
-            for rank, at in ((rank, self.mesh.coordinates(rank)) for rank in range(self.mesh.world_size))
-        }
-        tokens = TokenCounts(self.spec.probe, counts)
+        tokens = counted_tokens(self.spec)
         sync_gradients(self.ordering, self.mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
         self.synced = {rank: self.held(rank) for rank in self.holders}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from workers.communicator import Communicator, Pending, part
@@ -95,6 +96,14 @@ class TokenCounts:
 
     probe: ProbeName
     counts: Mapping[int, Tensor]
+
+
+def counted_tokens(spec: TrialSpec) -> TokenCounts:
+    """What every rank of a trial counts in a step, for meshes that live in one process."""
+    mesh, tokens = spec.mesh, valid_tokens(spec)
+    at = [mesh.coordinates(world_rank) for world_rank in range(mesh.world_size)]
+    counts = [tokens[rank.dp_rank] if rank.pp_rank == mesh.pp - 1 else 0 for rank in at]
+    return TokenCounts(spec.probe, {world_rank: torch.tensor([count]) for world_rank, count in enumerate(counts)})
 
 
 RankBuffers = Mapping[int, Sequence[GradBuffer]]

@@ -24,7 +24,7 @@ from workers.divergence import EndJudgement, judge_pieces
 from workers.errors import SpecError
 from workers.exchange import Expectation, Piece, cut_pieces
 from workers.grad_buffer import GradBuffer, accumulate_into, select, tied_buffer
-from workers.grad_sync import prescale_of, sync_gradients
+from workers.grad_sync import counted_tokens, prescale_of, sync_gradients
 from workers.intervals import Intervals
 from workers.models import build_stage, microbatch_loss, microbatches
 from workers.orderings import ordering_of
@@ -108,7 +108,8 @@ class VirtualMesh:
         """Run the ordering's phases over all ranks."""
         mesh, prescale = self.spec.mesh, prescale_of(self.spec)
         virtual = VirtualRanks(mesh.world_size)
-        sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, lambda _: None)
+        tokens = counted_tokens(self.spec)
+        sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
 
     def judge(self, replay_CP: Tensor, floor_C: Tensor) -> dict[int, EndJudgement]:
         """Every holder's judgement by world rank. `replay_CP` float32 [C, P] and `floor_C` [C] as in `Piece`."""

@@ -9,12 +9,26 @@ import pytest
 import torch
 
 from workers import orderings
-from workers.contract import BatchSpec, Device, Drill, Dtype, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
+from workers.contract import (
+    BatchSpec,
+    Device,
+    Drill,
+    Dtype,
+    Mesh,
+    ModelSpec,
+    Normalization,
+    OrderingName,
+    ProbeName,
+    TrialSpec,
+    Verdict,
+)
 from workers.errors import LayoutAssertionError, SpecError
+from workers.experiment import ExperimentSpec, trials
 from workers.intervals import count
 from workers.layout import RULES, LayoutVersion
 from workers.models import microbatches
 from workers.prediction import ordering_layouts, trial_misowned
+from workers.verdict import judge
 from workers.virtual import VirtualMesh, VirtualSession, compute_local_step, replica_gradients
 
 # 17 rows of positions: where v0.9 to v0.12 slip at dp=2 and dp=4, but not at dp=3.
@@ -94,3 +108,19 @@ def test_bfloat16_weights_keep_a_float32_sync() -> None:
     rows = [row for report in VirtualSession().run([spec]) for row in report.divergence]
     assert sum(row.owned_elements for row in rows) == 2 * 2048
     assert sum(row.diverged_elements for row in rows) == 0
+
+
+@pytest.mark.parametrize("dp", [2, 7, 64])
+def test_division_by_valid_tokens_on_wide_meshes(dp: int) -> None:
+    orderings = (OrderingName.BUGGY, OrderingName.MEAN_OF_MEANS, OrderingName.FIXED, OrderingName.OWN_BUCKET)
+    experiment = ExperimentSpec(
+        mesh=Mesh(dp, 2),
+        probes=(ProbeName.EXACT,),
+        orderings=orderings,
+        steps=1,
+        normalization=Normalization.NUM_TOKENS,
+    )
+    planned = trials(experiment, Device.CPU)
+    judgement = judge(planned, list(VirtualSession().run(planned)))
+    assert judgement.verdict is Verdict.PASS, judgement.reasons
+    assert judgement.trials[1].diverged_elements > 0.9 * 2 * 2048
