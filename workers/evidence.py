@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, isnan, prod
+from math import isfinite, isnan
 
 from workers.contract import (
     DivergenceRow,
@@ -23,7 +23,8 @@ from workers.contract import (
 )
 from workers.intervals import count
 from workers.orderings import ordering_of
-from workers.prediction import trial_exposed
+from workers.parameters import tied_elements
+from workers.prediction import layernorm_elements, layernorm_exposed, trial_exposed
 
 Place = tuple[int, int, int]
 """(trial_index, step, world_rank): where each report belongs, once."""
@@ -69,13 +70,14 @@ class Evidence:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tied weight."""
-        return prod((self.spec.model.vocab_size, self.spec.model.hidden_size))
+        """Elements of the tied weight, over all tp ranks."""
+        tp = self.spec.mesh.tp
+        return tp * tied_elements(self.spec.model, tp)
 
     @property
     def misowned_elements(self) -> int:
-        """Elements that the layouts predict wrong in one step, both ends together."""
-        return 2 * count(trial_exposed(self.spec))
+        """Elements that the layouts predict wrong in one step, both ends and all tp ranks together."""
+        return 2 * self.spec.mesh.tp * count(trial_exposed(self.spec)) + layernorm_exposed(self.spec)
 
     def rows(self) -> Iterator[tuple[StepReport, DivergenceRow]]:
         """Every divergence row with the report that it came in."""
@@ -150,12 +152,22 @@ def summarise(evidence: Evidence, ok: bool) -> TrialSummary:
 
 
 def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]:
-    """Pairs of dp replicas of one stage whose weights, initial or after a step, are not the same bits."""
+    """Pairs of dp replicas of one stage whose weights, initial or after a step, are not the same bits, and of tp ranks
+    whose copies of a weight are not, unless the ordering lets them drift apart.
+    """
     first: dict[tuple[int, int, int, int], StepReport] = {}
+    copies: dict[tuple[int, int, int], StepReport] = {}
     for report in evidence.reports:
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
+        copy = copies.setdefault((report.trial_index, report.step, report.pp_rank), report)
         if other.replica != report.replica:
             yield other, report
+        elif copy.replica.copies_digest != report.replica.copies_digest and not _copies_drift(evidence):
+            yield copy, report
+
+
+def _copies_drift(evidence: Evidence) -> bool:
+    return evidence.spec.ordering is OrderingName.LAYERNORM_SKIPPED
 
 
 def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
@@ -176,13 +188,21 @@ def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
 
 
 def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
-    """(trial_index, step, end) in which fewer elements were compared than the tied weight has."""
+    """(trial_index, step, end) in which fewer elements were compared than there are."""
     compared: dict[tuple[int, int, End], int] = defaultdict(int)
     for report, row in evidence.rows():
         compared[report.trial_index, report.step, row.end] += row.owned_elements
-    ends = (End.WTE, End.LM_HEAD) if evidence.spec.mesh.pp > 1 else (End.WTE,)
     for index, step in _steps(evidence.specs):
-        yield from ((index, step, end) for end in ends if compared[index, step, end] < evidence.num_elements)
+        due = elements_due(evidence.spec).items()
+        yield from ((index, step, end) for end, num in due if compared[index, step, end] < num)
+
+
+def elements_due(spec: TrialSpec) -> dict[End, int]:
+    """Elements that a complete step compares of each end, and of layernorms where tensor-parallel ranks sum them."""
+    mesh = spec.mesh
+    tied = mesh.tp * tied_elements(spec.model, mesh.tp)
+    ends = dict.fromkeys((End.WTE, End.LM_HEAD) if mesh.pp > 1 else (End.WTE,), tied)
+    return ends | ({End.LAYERNORM: layernorm_elements(spec)} if mesh.tp > 1 else {})
 
 
 def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
-from workers.contract import Mesh, ModelSpec, ProbeName
+from workers.contract import Mesh, ModelSpec, ProbeName, TrialSpec
 from workers.errors import SpecError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -79,6 +79,16 @@ def padded_vocab_size(vocab_size: int, tp: int, divisible_by: int = 1) -> int:
     return -(-vocab_size // unit) * unit
 
 
+def allocated(model: ModelSpec, tp: int) -> ModelSpec:
+    """The model with its vocabulary as `tp` ranks hold it together."""
+    return replace(model, vocab_size=padded_vocab_size(model.vocab_size, tp))
+
+
+def tied_elements(model: ModelSpec, tp: int) -> int:
+    """Elements of one tp rank's part of the tied weight, padding rows included."""
+    return allocated(model, tp).vocab_size // tp * model.hidden_size
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterShape:
     """One parameter; `shared_embedding` marks a copy of the tied weight whose other copy lives on another stage."""
@@ -121,8 +131,7 @@ def gpt_stage_parameters(
     A single stage uses its embedding as output layer too, so that nothing is shared. An untied model keeps
     an output layer of its own on the last stage. `ffn_hidden_size` defaults to 4 x hidden_size.
     """
-    model = replace(model, vocab_size=padded_vocab_size(model.vocab_size, tp))
-    whole = _gpt_parameters(model, num_stages, stage, ffn_hidden_size or 4 * model.hidden_size, tied)
+    whole = _gpt_parameters(allocated(model, tp), num_stages, stage, ffn_hidden_size or 4 * model.hidden_size, tied)
     return tuple(shard_of(parameter, tp) for parameter in whole)
 
 
@@ -132,8 +141,8 @@ def exact_stage_parameters(model: ModelSpec, num_stages: int, stage: int, *, tp:
     The hidden state splits into lo = H // 2 and hi = H - lo columns; per layer u = a lo - bias, hi += b relu(u). With
     tensor parallelism hi += row_bias too: the one parameter that ranks replicate.
     """
-    model = replace(model, vocab_size=padded_vocab_size(model.vocab_size, tp))
-    return tuple(shard_of(parameter, tp) for parameter in _exact_parameters(model, num_stages, stage, tp > 1))
+    whole = _exact_parameters(allocated(model, tp), num_stages, stage, row_bias=tp > 1)
+    return tuple(shard_of(parameter, tp) for parameter in whole)
 
 
 def shard_of(parameter: ParameterShape, tp: int) -> ParameterShape:
@@ -154,6 +163,12 @@ def stage_parameters(probe: ProbeName, model: ModelSpec, mesh: Mesh, stage: int)
     if probe is ProbeName.EXACT:
         return exact_stage_parameters(model, mesh.num_stages, stage, tp=mesh.tp)
     return gpt_stage_parameters(model, mesh.num_stages, stage, tp=mesh.tp)
+
+
+def sequence_parallel_parameters(spec: TrialSpec, stage: int) -> tuple[ParameterShape, ...]:
+    """Of a trial's stage those whose gradients tensor-parallel ranks must sum; none where there is one such rank."""
+    parameters = stage_parameters(spec.probe, spec.model, spec.mesh, stage) if spec.mesh.tp > 1 else ()
+    return tuple(parameter for parameter in parameters if is_sequence_parallel(parameter.name))
 
 
 def _gpt_parameters(model: ModelSpec, num_stages: int, stage: int, ffn: int, tied: bool) -> Iterator[ParameterShape]:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from workers.contract import Schedule, TrialSpec
-from workers.models import mean_loss, microbatch_loss, stage_example
+from workers.models import UNCUT, mean_loss, microbatch_loss, stage_example
+from workers.models.weights import Shard
 
 
 class Pipeline:
@@ -27,7 +28,9 @@ class Pipeline:
         pp_rank: int,
         pp_group: dist.ProcessGroup,
         device: torch.device,
+        shard: Shard = UNCUT,
     ) -> None:
+        """`shard` is this rank's part of the model; its tensor-parallel ranks run the same microbatches."""
         self._spec = spec
         self._is_first = pp_rank == 0
         self._is_last = pp_rank == spec.mesh.pp - 1
@@ -35,7 +38,7 @@ class Pipeline:
             _pipeline_stage(module, spec, stage, pp_group, device)
             for module, stage in zip(modules, spec.mesh.stages(pp_rank), strict=True)
         ]
-        self._schedule = _schedule(spec, stages)
+        self._schedule = _schedule(spec, stages, shard)
 
     def run_step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> float | None:
         """Forward and backward of all microbatches: the mean loss on the last stage, None elsewhere.
@@ -67,9 +70,11 @@ def _pipeline_stage(
     )
 
 
-def _schedule(spec: TrialSpec, stages: list[PipelineStage]) -> Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B:
+def _schedule(
+    spec: TrialSpec, stages: list[PipelineStage], shard: Shard
+) -> Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B:
     """The loss is already divided by the number of microbatches where it has to be."""
-    num_microbatches, loss_function = spec.batch.num_microbatches, microbatch_loss(spec)
+    num_microbatches, loss_function = spec.batch.num_microbatches, microbatch_loss(spec, shard)
     if len(stages) > 1:
         return ScheduleInterleaved1F1B([*stages], num_microbatches, loss_fn=loss_function, scale_grads=False)
     schedule = ScheduleGPipe if spec.schedule is Schedule.GPIPE else Schedule1F1B

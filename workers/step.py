@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from workers.checks.layernorms import LayernormJudge
 from workers.checks.replicas import digest
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
@@ -39,12 +41,13 @@ from workers.grad_sync import prescale_of, scale_of, token_divisor
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
-from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
-from workers.models import build_stage, count_valid, microbatches, seed_weights
+from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members, tp_members
+from workers.models import UNCUT, build_stage, count_valid, microbatches, seed_weights
+from workers.models.weights import Shard
 from workers.optimizer import optimizer_for
 from workers.orderings import Ordering, SyncPhase, ordering_of
 from workers.padding import valid_tokens
-from workers.parameters import tied_parameter_name
+from workers.parameters import Cut, cut_of, tied_elements, tied_parameter_name
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
 from workers.rank_code import rank_code, sign_gradients
@@ -52,10 +55,13 @@ from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes import arm
+from workers.tensor_parallel import TensorGroup
 
 _RANK_PHASES = {
     SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
     SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+    SyncPhase.LAYERNORM_ALL_REDUCE: RankPhase.LAYERNORM,
+    SyncPhase.LAYERNORM_AVERAGE: RankPhase.LAYERNORM,
     SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
     SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
     SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
@@ -92,8 +98,14 @@ class PhaseClock:
         self._entered_s = time.perf_counter()
 
 
-ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
-"""(spec, step, dp_rank of the contribution, its end) -> its replay, or None where the weights are not known."""
+class ReplaySource(Protocol):
+    """Contributions as a single process computes them; None where the weights are not known."""
+
+    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End, tp_rank: int = 0) -> Replay | None:
+        """What `dp_rank` contributes to one end of a tp rank's part of the tied weight."""
+
+    def layernorms(self, spec: TrialSpec, step: int, at: Coordinates) -> Replay | None:
+        """What a rank contributes to its layernorms, of which each tp rank has a partial gradient."""
 
 
 class RankTrial:
@@ -122,12 +134,16 @@ class RankTrial:
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
-        self._expectation = expect(spec, self._ordering)
+        self._expectation = expect(spec, self._ordering, coordinates.tp_rank)
+        self._layernorms = LayernormJudge(spec, coordinates, self._modules, self._communicator)
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
         self._stages = spec.mesh.stages(at.pp_rank)
-        self._modules = tuple(build_stage(spec, stage, device) for stage in self._stages)
+        # Collectives inside the model are no drill's: those strike at the gradients' sync.
+        tensor_group = TensorGroup(tp_members(spec.mesh, at.dp_rank, at.pp_rank), ProcessGroups(at.world_rank, groups))
+        shard = UNCUT if spec.mesh.tp == 1 else Shard(tensor_group, at.tp_rank)
+        self._modules = tuple(build_stage(spec, stage, device, shard=shard) for stage in self._stages)
         layouts = [stage_layout(spec, stage) for stage in self._stages]
         self._tied: nn.Parameter | None = None
         self._shards: list[Intervals] = []
@@ -139,7 +155,8 @@ class RankTrial:
         # Before the stack's hooks, so that they see a gradient before the stack does.
         self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
         self._stack = self._build_stack(groups, layouts)
-        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        pp_group = groups[pp_members(spec.mesh, at.dp_rank, at.tp_rank)]
+        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, pp_group, device, shard)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = self._digest_weights()
@@ -152,8 +169,8 @@ class RankTrial:
             at=at,
             modules=self._modules,
             tied=self._tied,
-            dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
-            tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
+            dp_group=groups[dp_members(spec.mesh, at.pp_rank, at.tp_rank)],
+            tie_group=groups[tie_members(spec.mesh, at.dp_rank, at.tp_rank)] if holds_an_end else None,
             communicator=self._struck(self._communicator),
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
@@ -182,6 +199,7 @@ class RankTrial:
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite = count_nonfinite(*map(self._local_grad, self._parameters()))
         local_P, trace = self._observe_local()
+        self._layernorms.remember(self._local_grad)
         self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
@@ -189,7 +207,7 @@ class RankTrial:
         divergence, tied = self._judge(step, local_P)
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
-        replica = ReplicaRow(self._initial_digest, self._digest_weights())
+        replica = ReplicaRow(self._initial_digest, self._digest_weights(), self._digest_copies())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
 
@@ -238,7 +256,7 @@ class RankTrial:
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
-            if self._tied is not None:
+            if self._tied is not None and phase is not Phase.LAYERNORM:
                 trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._enter(next(upcoming, RankPhase.STATISTICS), step)
 
@@ -258,27 +276,35 @@ class RankTrial:
         return rows
 
     def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
+        inner = self._layernorms.judge(step, self._stack, self._replay)
         if local_P is None or self._tied is None or self._end is None:
-            return (), None
+            return inner, None
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         holding = Holding(
             local_P=local_P,
-            replay=self._replay(self._spec, step, neighbour, self._end),
+            replay=self._replay(self._spec, step, neighbour, self._end, self._at.tp_rank),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
             late_P=None if self._local is None else self._local.last_P,
             answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
-        return (judgement.divergence,), judgement.tied
+        return (judgement.divergence, *inner), judgement.tied
 
     def _answer(self, step: int) -> Answer | None:
         """The integer answer of every element, where there is one and one rank may take the time to compute it."""
-        spec = self._spec
-        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        spec, tp_rank = self._spec, self._at.tp_rank
+        work = spec.mesh.dp * spec.mesh.tp * tied_elements(spec.model, spec.mesh.tp)
         if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
             return None
-        return lambda: signed_tied_sum(spec, step)
+        return lambda: signed_tied_sum(spec, step, tp_rank)
+
+    def _digest_copies(self) -> str | None:
+        """Of the weights that every tensor-parallel rank holds whole."""
+        if self._spec.mesh.tp == 1:
+            return None
+        named = (pair for module in self._modules for pair in module.named_parameters())
+        return digest([weight.detach().flatten() for name, weight in named if cut_of(name) is Cut.REPLICATED])
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -321,12 +347,13 @@ class RankTrial:
         )
 
 
-def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
-    """What the ordering does to the tied weight: pure, the same on every rank."""
+def expect(spec: TrialSpec, ordering: Ordering, tp_rank: int = 0) -> Expectation:
+    """What the ordering does to one tp rank's part of the tied weight: pure, the same on every rank that holds it."""
     mesh = spec.mesh
     owned = []
-    everything = (Interval(0, spec.model.vocab_size * spec.model.hidden_size),)
-    for world_rank in ends_members(mesh):
+    everything = (Interval(0, tied_elements(spec.model, mesh.tp)),)
+    members = ends_members(mesh, tp_rank)
+    for world_rank in members:
         at = mesh.coordinates(world_rank)
         stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
         name = tied_parameter_name(mesh.num_stages, stage) or ""
@@ -335,6 +362,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
+        members=members,
         prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,

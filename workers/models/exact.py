@@ -19,7 +19,7 @@ and the assertion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from workers.errors import SpecError
 from workers.models import draws
 from workers.models.vocabulary import look_up, target_logits
 from workers.models.weights import Shard, cut
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, padded_vocab_size
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, allocated
 from workers.tensor_parallel import Flow, gather_sequence, reduce_replicated, reduce_sequence, run_flow
 
 
@@ -189,7 +189,7 @@ class ExactStage(nn.Module):
 def seed_weights(stage: ExactStage, model: ModelSpec, seed: int, first_layer: int, step: int) -> None:
     """Write the weights of `step` in place. `first_layer` is the global index of the stage's first layer."""
     shard = stage.shard
-    model = replace(model, vocab_size=padded_vocab_size(model.vocab_size, shard.tp))
+    model = allocated(model, shard.tp)
     with torch.no_grad():
         signs_H = draw_signs(model, seed, step)
         for index, layer in enumerate(stage.decoder.layers):
