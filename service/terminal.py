@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workers.contract import Phase
-from workers.orderings import Ordering, SyncPhase
+from workers.orderings import LAYERNORM_PHASES, Ordering, SyncPhase
 
 Row = Mapping[str, Any]
 
@@ -156,6 +156,9 @@ def trace_phases(ordering: Ordering) -> list[tuple[Phase, str]]:
     """The traced phases of an ordering in running order, each with its title."""
     found = [(Phase.LOCAL, _PHASE_TITLES[Phase.LOCAL])]
     for sync in ordering.phases:
+        if sync in LAYERNORM_PHASES:
+            # The tied weight, whose trace this is, has no part in it.
+            continue
         phase = _PHASES_AFTER[sync]
         found.append((phase, f"{_PHASE_TITLES[phase]} ({_SYNC_NAMES[sync]})"))
     return found
@@ -250,6 +253,8 @@ def verdict_lines(validation: Row) -> Iterator[Text]:
         yield Text.assemble("verdict: ", (verdict.upper(), VERDICT_STYLES.get(verdict, "bold")), cause)
         for reason in validation["reasons"]:
             yield Text(f"  {reason['code']}: {reason['message']}")
+        for observation in validation["observations"]:
+            yield Text(f"  noticed: {observation['message']}", style="yellow")
         return
     yield Text.assemble("no verdict: the validation is ", (state, "bold red"))
     if error := validation.get("error"):

@@ -36,6 +36,11 @@ def stage_members(mesh: Mesh, pp_rank: int) -> Members:
     return tuple(world_rank for dp_rank in range(mesh.dp) for world_rank in tp_members(mesh, dp_rank, pp_rank))
 
 
+def model_members(mesh: Mesh, dp_rank: int) -> Members:
+    """Every rank of one replica, by pp_rank and then tp_rank: together they hold the whole model."""
+    return tuple(world_rank for pp_rank in range(mesh.pp) for world_rank in tp_members(mesh, dp_rank, pp_rank))
+
+
 def tie_members(mesh: Mesh, dp_rank: int, tp_rank: int = 0) -> Members:
     """The two holders of one tp shard of the tied weight in one pipeline; a single rank where pp is 1."""
     ends = {mesh.world_rank(dp_rank, 0, tp_rank), mesh.world_rank(dp_rank, mesh.pp - 1, tp_rank)}
@@ -46,6 +51,11 @@ def ends_members(mesh: Mesh, tp_rank: int = 0) -> Members:
     """Every holder of one tp shard of the tied weight: the first stage by dp_rank, then (pp > 1) the last likewise."""
     last = dp_members(mesh, mesh.pp - 1, tp_rank) if mesh.pp > 1 else ()
     return dp_members(mesh, 0, tp_rank) + last
+
+
+def world_members(mesh: Mesh) -> Members:
+    """Every rank of the mesh."""
+    return tuple(range(mesh.world_size))
 
 
 def end_of(mesh: Mesh, pp_rank: int) -> End | None:
@@ -62,6 +72,8 @@ def all_members(mesh: Mesh) -> Iterator[Members]:
     groups += [pp_members(mesh, dp_rank, tp_rank) for dp_rank in dp_ranks for tp_rank in tp_ranks]
     groups += [tie_members(mesh, dp_rank, tp_rank) for dp_rank in dp_ranks for tp_rank in tp_ranks]
     groups += [ends_members(mesh, tp_rank) for tp_rank in tp_ranks]
+    groups += [model_members(mesh, dp_rank) for dp_rank in dp_ranks]
+    groups.append(world_members(mesh))
     if mesh.tp > 1:
         groups += [tp_members(mesh, dp_rank, pp_rank) for pp_rank in pp_ranks for dp_rank in dp_ranks]
         groups += [stage_members(mesh, pp_rank) for pp_rank in pp_ranks]

@@ -130,9 +130,7 @@ def predict_model(
 def undivided(model: ModelSpec, tp: int) -> tuple[str, ...]:
     """Why tensor-parallel ranks cannot share a GPT of these sizes, in words; nothing where they can."""
     shared = (("hidden_size", model.hidden_size),)
-    return tuple(
-        f"ranks share {name}, which is {width}, in equal parts" for name, width in shared if width % tp
-    )
+    return tuple(f"ranks share {name}, which is {width}, in equal parts" for name, width in shared if width % tp)
 
 
 def misowned_intervals(wte: BufferLayout, lm_head: BufferLayout) -> Intervals:

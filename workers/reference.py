@@ -8,6 +8,7 @@ model, all its parts in this process. Must not communicate and must not look at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -59,6 +60,55 @@ def replay_tied_gradients(
     return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
 
 
+class WholeGradient(NamedTuple):
+    """One dp rank's local gradient of the whole model, flat, float64."""
+
+    ends_EP: torch.Tensor
+    """The ends of the tied weight: [2, P], or [1, P] with a single stage."""
+    rest_N: torch.Tensor
+
+    def summed(self) -> torch.Tensor:
+        """The gradient with the tied weight once: its ends added up."""
+        return torch.cat([self.ends_EP.sum(dim=0), self.rest_N])
+
+    def norm_of_terms(self) -> float:
+        """At least the norm of the sum of |terms|, each end a term."""
+        return math.hypot(float(self.ends_EP.norm(dim=1).sum()), float(self.rest_N.norm()))
+
+    def minus(self, other: WholeGradient) -> WholeGradient:
+        """The difference, end by end."""
+        return WholeGradient(self.ends_EP - other.ends_EP, self.rest_N - other.rest_N)
+
+
+def replay_gradient(
+    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> WholeGradient:
+    """As `replay_tied_gradients`, of every parameter; the exact probe's ends signed with the trial's rank code."""
+    stages = _uncut_stages(spec, step, device, dtype)
+    tied = _tied_weights(stages)
+    others = [weight for stage in stages for weight in stage.parameters() if all(weight is not end for end in tied)]
+    totals = _accumulate(spec, step, dp_rank, device, stages, [*tied, *others])
+    flat = [total.flatten().double() for total in totals]
+    if spec.probe is ProbeName.EXACT and spec.mesh.tp > 1:
+        # The one parameter that the model in one piece does without.
+        parts = [exact_row_bias_gradient(spec, step, dp_rank, tp_rank) for tp_rank in range(spec.mesh.tp)]
+        flat.append(torch.stack(parts).sum(dim=0).repeat(spec.model.num_layers).to(flat[0]))
+    ends = [
+        _signed(spec, end, dp_rank, end_P)
+        for end, end_P in zip((End.WTE, End.LM_HEAD), flat[: len(tied)], strict=False)
+    ]
+    return WholeGradient(torch.stack(ends), torch.cat(flat[len(tied) :]))
+
+
+def _signed(spec: TrialSpec, end: End, dp_rank: int, grad_P: torch.Tensor) -> torch.Tensor:
+    code = rank_code(spec)
+    if code is None:
+        return grad_P
+    contributor = contributor_index(spec.mesh, end, dp_rank)
+    # Each tensor-parallel rank signs its part.
+    return torch.cat([code.sign(part_n.long(), contributor) for part_n in grad_P.chunk(spec.mesh.tp)]).to(grad_P)
+
+
 def replay_layernorm_gradients(
     spec: TrialSpec, step: int, dp_rank: int, of_stages: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -73,10 +123,12 @@ def replay_layernorm_gradients(
 
 
 CutGradients = list[list[dict[str, torch.Tensor]]]
-"""By stage, then by tp rank: each parameter's local gradient, flat float32."""
+"""By stage, then by tp rank: each parameter's local gradient, flat, in float32 (float64 where the weights are)."""
 
 
-def replay_cut_gradients(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> CutGradients:
+def replay_cut_gradients(
+    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> CutGradients:
     """What every tensor-parallel rank of a replica computes, in this process and in the same arithmetic.
 
     Raises SpecError as `replay_tied_gradients` does.
@@ -85,8 +137,11 @@ def replay_cut_gradients(spec: TrialSpec, step: int, dp_rank: int, device: torch
     tp, num_stages = spec.mesh.tp, spec.mesh.num_stages
     shards = [Shard(together(tp), tp_rank) for tp_rank in range(tp)]
     stages = [[build_stage(spec, stage, device, step, shard) for shard in shards] for stage in range(num_stages)]
+    if dtype is not None:
+        stages = [[module.to(dtype) for module in modules] for modules in stages]
     parameters = [parameter for modules in stages for module in modules for parameter in module.parameters()]
-    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in parameters]
     batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
     for tokens, targets in zip(*batches, strict=True):
         losses = _cut_losses(spec, shards, stages, tokens, targets)

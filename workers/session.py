@@ -32,8 +32,10 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
+from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, sequence_parallel_parameters
+from workers.phase_clock import PhaseClock
 from workers.reference import (
     exact_row_bias_gradient,
     replay_cut_gradients,
@@ -41,7 +43,7 @@ from workers.reference import (
     replay_tied_gradients,
     signed_tied_gradients,
 )
-from workers.step import PhaseClock, RankTrial
+from workers.step import RankTrial
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -83,6 +85,7 @@ class RankSession:
         self._clock = PhaseClock(self.world_rank)
         self._groups: OrderedDict[Mesh, MeshGroups] = OrderedDict()
         self._replays = ReplayMemo(self._device)
+        self._references = NormReferences(self._device)
         _configure_torch()
 
     @classmethod
@@ -166,7 +169,17 @@ class RankSession:
         self._clock.enter(RankPhase.FORMING, trial_index)
         groups = self.mesh_groups(spec.mesh)
         coordinates = spec.mesh.coordinates(self.world_rank)
-        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays, self._node)
+        return RankTrial(
+            spec,
+            trial_index,
+            coordinates,
+            groups,
+            self._device,
+            self._clock,
+            self._replays,
+            self._references,
+            self._node,
+        )
 
     def mesh_groups(self, mesh: Mesh) -> MeshGroups:
         """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from workers.checks.replicas import digest
 from workers.communicator import VirtualRanks
-from workers.contract import Device, OrderingName, ProbeName, ReplicaRow, StepReport, TrialSpec
+from workers.contract import Device, NormRow, OrderingName, ProbeName, ReplicaRow, StepReport, TrialSpec
 from workers.divergence import EndJudgement, judge_pieces
 from workers.errors import SpecError
 from workers.exchange import Expectation, Piece, cut_pieces
@@ -33,6 +33,7 @@ from workers.prediction import stage_layout
 from workers.reference import signed_tied_sum
 from workers.session import compute_replays
 from workers.step import MAX_ANSWER_ELEMENTS, count_nonfinite, expect
+from workers.virtual_norm import measure_norms, sum_replicas
 
 _CPU = torch.device("cpu")
 
@@ -74,8 +75,8 @@ class VirtualSession:
         mesh = VirtualMesh(spec, step, local.stages)
         mesh.synchronise()
         judged = mesh.judge(local.replay_CP, local.floor_C)
-        for world_rank in range(spec.mesh.world_size):
-            yield _report(mesh, trial_index, world_rank, judged.get(world_rank), local)
+        for world_rank, norm in enumerate(mesh.norms()):
+            yield _report(mesh, trial_index, world_rank, judged.get(world_rank), norm, local)
 
     def _local_step(self, spec: TrialSpec, step: int) -> LocalStep:
         # Neither the ordering nor the number of steps changes the data or the weights.
@@ -99,6 +100,7 @@ class VirtualMesh:
         self.buffers = _fill_buffers(spec, stages, self.expectation)
         self.nonfinite = {rank: count_nonfinite(*(b.main_grad for b in held)) for rank, held in self.buffers.items()}
         self.local_CP = torch.stack([self.tied(rank) for rank in self.members])
+        self._norm_reference = sum_replicas(spec, stages, self.local_CP)
 
     def tied(self, world_rank: int) -> Tensor:
         """A holder's tied gradient as it now stands, float32 [P], as a view."""
@@ -111,10 +113,20 @@ class VirtualMesh:
         tokens = counted_tokens(self.spec)
         sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
 
+    def assemble(self, end_index: int) -> Tensor:
+        """An end's whole gradient (0 for wte, 1 for lm_head), each element from an owner; float32 [P]."""
+        dp = self.spec.mesh.dp
+        whole_P = self.local_CP.new_full((self.local_CP.shape[1],), torch.nan)
+        for index in range(end_index * dp, (end_index + 1) * dp):
+            grad_P = self.tied(self.members[index])
+            for part in self.expectation.owned[index]:
+                whole_P[part.start : part.stop] = grad_P[part.start : part.stop]
+        return whole_P
+
     def judge(self, replay_CP: Tensor, floor_C: Tensor) -> dict[int, EndJudgement]:
         """Every holder's judgement by world rank. `replay_CP` float32 [C, P] and `floor_C` [C] as in `Piece`."""
         dp, spec = self.spec.mesh.dp, self.spec
-        last_end = self._assemble(self.members[dp:]) if len(self.members) > dp and self.expectation.sharded else None
+        last_end = self.assemble(1) if len(self.members) > dp and self.expectation.sharded else None
         asked = spec.probe is ProbeName.EXACT and dp * replay_CP.shape[1] <= MAX_ANSWER_ELEMENTS
         answer = (lambda: signed_tied_sum(spec, self.step)) if asked else None
 
@@ -126,6 +138,10 @@ class VirtualMesh:
             rank: judge_pieces(self.expectation, rank, pieces_of(index), self.tied(rank), answer)
             for index, rank in enumerate(self.members)
         }
+
+    def norms(self) -> list[NormRow]:
+        """The global gradient norm as every rank has it, by world rank."""
+        return measure_norms(self.spec, self.buffers, self.expectation.sharded, self._norm_reference)
 
     def _piece(
         self, index: int, wanted: Intervals, replay_CP: Tensor, floor_C: Tensor, last_end: Tensor | None
@@ -146,14 +162,6 @@ class VirtualMesh:
             other_weight_n=None,
             late_Cn=None,
         )
-
-    def _assemble(self, end: Sequence[int]) -> Tensor:
-        """One end's gradient, each element from its owner; float32 [P]."""
-        whole_P = self.local_CP.new_full((self.local_CP.shape[1],), torch.nan)
-        for rank in end:
-            for part in self.expectation.owned[self.members.index(rank)]:
-                whole_P[part.start : part.stop] = self.tied(rank)[part.start : part.stop]
-        return whole_P
 
 
 def compute_local_step(spec: TrialSpec, step: int) -> LocalStep:
@@ -232,7 +240,7 @@ def _columns(values_CP: Tensor, wanted: Intervals) -> Tensor:
 
 
 def _report(
-    mesh: VirtualMesh, trial_index: int, world_rank: int, judged: EndJudgement | None, local: LocalStep
+    mesh: VirtualMesh, trial_index: int, world_rank: int, judged: EndJudgement | None, norm: NormRow, local: LocalStep
 ) -> StepReport:
     spec = mesh.spec
     at = spec.mesh.coordinates(world_rank)
@@ -254,6 +262,7 @@ def _report(
         loss=None,
         seconds={},
         nonfinite_elements=mesh.nonfinite[world_rank],
+        grad_norm=norm,
     )
 
 

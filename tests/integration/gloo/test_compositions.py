@@ -45,6 +45,9 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS}),
         Composition(Mesh(2, 2), {"normalization": Normalization.NUM_TOKENS, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
+        Composition(Mesh(2, 1, 2)),
+        # Without dp nothing of the tied weight can be wrong, and layernorms still can; 31 ids are padded to 32.
+        Composition(Mesh(1, 2, 2), {"model": replace(DEEP, vocab_size=31, num_heads=2)}),
     ],
     6: [
         Composition(Mesh(3, 2, vpp=2)),
@@ -54,6 +57,11 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 3), {"overlap": True, "bucket_size": 1}),
         Composition(Mesh(3, 2), {"average_in_collective": True}),
         Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
+    ],
+    8: [
+        Composition(Mesh(2, 2, 2)),
+        Composition(Mesh(2, 2, 2, vpp=2), {"overlap": True, "bucket_size": 1000}),
+        Composition(Mesh(2, 2, 2), {"normalization": Normalization.NUM_TOKENS}),
     ],
 }
 
