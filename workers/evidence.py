@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from math import isfinite, isnan
 
 from workers.contract import (
+    DeviationKind,
     DivergenceRow,
     End,
     NormRow,
     OrderingName,
+    Phase,
     ProbeName,
     Role,
     StepReport,
@@ -24,7 +26,13 @@ from workers.contract import (
 )
 from workers.intervals import count
 from workers.orderings import ordering_of
-from workers.parameters import tied_elements
+from workers.parameters import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDINGS,
+    is_sequence_parallel,
+    stage_parameters,
+    tied_elements,
+)
 from workers.prediction import layernorm_elements, layernorm_exposed, trial_exposed
 
 Place = tuple[int, int, int]
@@ -163,7 +171,7 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
     for report in evidence.reports:
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
         copy = copies.setdefault((report.trial_index, report.step, report.pp_rank), report)
-        if other.replica != report.replica:
+        if not _same_weights(other, report):
             yield other, report
         elif copy.replica.copies_digest != report.replica.copies_digest and not _copies_drift(evidence):
             yield copy, report
@@ -171,6 +179,30 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
 
 def _copies_drift(evidence: Evidence) -> bool:
     return evidence.spec.ordering is OrderingName.LAYERNORM_SKIPPED
+
+
+def _same_weights(one: StepReport, other: StepReport) -> bool:
+    return (one.replica.initial_weights_digest, one.replica.weights_digest) == (
+        other.replica.initial_weights_digest,
+        other.replica.weights_digest,
+    )
+
+
+def astray_ranks(row: DivergenceRow) -> set[int]:
+    """World ranks whose own gradient of the tied weight was off, as far as the row lists them."""
+    return {
+        contributor.world_rank
+        for deviation in row.deviations
+        if deviation.kind is DeviationKind.LOCAL
+        for contributor in deviation.contributors
+    }
+
+
+def deviations(evidence: Evidence) -> Iterator[tuple[StepReport, int]]:
+    """World ranks whose own gradients were off before any collective, each with the report that says so."""
+    for report in evidence.reports:
+        yield from ((report, world_rank) for row in report.divergence for world_rank in astray_ranks(row))
+        yield from ((report, world_rank) for row in report.parameters for world_rank in row.deviating_ranks)
 
 
 def norms(evidence: Evidence) -> Iterator[tuple[StepReport, NormRow]]:
@@ -243,6 +275,38 @@ def elements_due(spec: TrialSpec) -> dict[End, int]:
     tied = mesh.tp * tied_elements(spec.model, mesh.tp)
     ends = dict.fromkeys((End.WTE, End.LM_HEAD) if mesh.pp > 1 else (End.WTE,), tied)
     return ends | ({End.LAYERNORM: layernorm_elements(spec)} if mesh.tp > 1 else {})
+
+
+def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Phase]]:
+    """(trial_index, step, pp_rank, phase) in which not every element of a stage's parameters was compared."""
+    compared: dict[tuple[int, int, int, Phase], int] = defaultdict(int)
+    for report in evidence.reports:
+        for row in report.parameters:
+            compared[report.trial_index, report.step, report.pp_rank, row.phase] += row.owned_elements
+    due = dict(_parameters_due(evidence.spec))
+    for index, step in _steps(evidence.specs):
+        for (pp_rank, phase), num_elements in due.items():
+            if compared[index, step, pp_rank, phase] < num_elements:
+                yield index, step, pp_rank, phase
+
+
+def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
+    """How many elements each judge of a stage's parameters must have compared in a step."""
+    mesh, tied = spec.mesh, spec.mesh.tp * tied_elements(spec.model, spec.mesh.tp)
+    for pp_rank in range(mesh.pp):
+        shapes = [
+            shape for stage in mesh.stages(pp_rank) for shape in stage_parameters(spec.probe, spec.model, mesh, stage)
+        ]
+        # What tensor-parallel ranks sum has a judge of its own.
+        inner = [
+            shape.numel
+            for shape in shapes
+            if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+            and not (mesh.tp > 1 and is_sequence_parallel(shape.name))
+        ]
+        yield (pp_rank, Phase.FINAL), mesh.tp * sum(inner)
+        if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ordering_of(spec).ties_after_sync:
+            yield (pp_rank, Phase.SCATTERED), tied
 
 
 def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.communicator import ProcessGroups
 from workers.contract import Contributor, End, Mesh, ProbeName
-from workers.contributions import LayernormSync, MeanOfMeans, TiedSync
+from workers.contributions import EarlyScatter, LayernormSync, MeanOfMeans, TiedSync
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
@@ -47,7 +47,7 @@ class Expectation:
     """Each element has one owner at each end; otherwise every rank owns everything."""
     bit_tied: bool
     """Both ends add in the same order, so that any difference between them is a fault."""
-    tied_sync: TiedSync | MeanOfMeans | LayernormSync | None
+    tied_sync: TiedSync | EarlyScatter | MeanOfMeans | LayernormSync | None
     """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
     """By index in `members`: the elements that holder owns (all of them without a distributed optimizer)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from workers.contract import Normalization, OrderingName, Role, TrialSpec
+from workers.contract import Normalization, OrderingName, RankPhase, Role, TrialSpec
 from workers.layout import RULES, LayoutRule, LayoutVersion
 
 
@@ -42,6 +42,20 @@ DP_PHASES = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE)
 """Those that sum over the dp replicas, of which every ordering has one."""
 
 
+RANK_PHASES: Mapping[SyncPhase, RankPhase] = MappingProxyType(
+    {
+        SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
+        SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+        SyncPhase.LAYERNORM_ALL_REDUCE: RankPhase.LAYERNORM,
+        SyncPhase.LAYERNORM_AVERAGE: RankPhase.LAYERNORM,
+        SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+        SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
+        SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
+    }
+)
+"""Where a rank is during each of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ordering:
     """How gradients are laid out and synchronised."""
@@ -61,6 +75,12 @@ class Ordering:
     def rule(self) -> LayoutRule:
         """The layout's rule."""
         return RULES[self.layout]
+
+    @property
+    def ties_after_sync(self) -> bool:
+        """Whether the data-parallel sync, of either kind, is over when the two ends are added."""
+        [sync] = [phase for phase in self.phases if phase in DP_PHASES]
+        return self.phases.index(sync) < self.phases.index(SyncPhase.TIE_ALL_REDUCE)
 
     @property
     def ties_after_scatter(self) -> bool:

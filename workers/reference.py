@@ -24,7 +24,7 @@ from workers.models import build_stage, exact, loss_flow, microbatch_loss, micro
 from workers.models.exact import ExactStage
 from workers.models.gpt import GptStage
 from workers.models.weights import Shard
-from workers.parameters import allocated, sequence_parallel_parameters, tied_elements
+from workers.parameters import allocated, sequence_parallel_parameters, tied_elements, tied_parameter_name
 from workers.rank_code import contributor_index, rank_code
 from workers.tensor_parallel import run_flow, together
 
@@ -58,6 +58,30 @@ def replay_tied_gradients(
     sums = _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))
     flat = [part(total.flatten(), tp_rank, spec.mesh.tp) for total in sums]
     return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+
+
+def replay_inner_gradients(
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    of_stages: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Local gradients of `dp_rank` of every parameter of some stages but the tied weight, flat [N], as registered.
+
+    As `replay_tied_gradients`. In float64 the exact probe's gradients are the integers themselves.
+    """
+    stages = _uncut_stages(spec, step, device, dtype)
+    inner: list[torch.Tensor] = [
+        parameter
+        for stage in of_stages
+        for name, parameter in stages[stage].named_parameters()
+        if name != tied_parameter_name(spec.mesh.num_stages, stage)
+    ]
+    if not inner:
+        return torch.zeros(0, device=device)
+    return torch.cat([total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, inner)])
 
 
 class WholeGradient(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,7 +21,6 @@ from workers.contract import (
     End,
     Fingerprint,
     Mesh,
-    OrderingName,
     Position,
     ProbeName,
     RankFailure,
@@ -32,13 +30,15 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
+from workers.faults import data_of
 from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, sequence_parallel_parameters
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_sequence_parallel, sequence_parallel_parameters
 from workers.phase_clock import PhaseClock
 from workers.reference import (
     exact_row_bias_gradient,
     replay_cut_gradients,
+    replay_inner_gradients,
     replay_layernorm_gradients,
     replay_tied_gradients,
     signed_tied_gradients,
@@ -198,12 +198,13 @@ class ReplayMemo:
         self._device = device
         self._known: OrderedDict[tuple[TrialSpec, int, int, int], tuple[Replay, Replay]] = OrderedDict()
         self._layernorms: OrderedDict[tuple[TrialSpec, int, Coordinates], Replay] = OrderedDict()
+        self._inner: OrderedDict[tuple[TrialSpec, int, int, tuple[int, ...], int], Replay] = OrderedDict()
 
     def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End, tp_rank: int = 0) -> Replay | None:
         """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        key = (_data_of(spec), step, dp_rank, tp_rank)
+        key = (data_of(spec), step, dp_rank, tp_rank)
         compute = lambda: compute_replays(spec, step, dp_rank, self._device, tp_rank)  # noqa: E731
         return _remembered(self._known, key, compute)[0 if end is End.WTE else 1]
 
@@ -211,13 +212,18 @@ class ReplayMemo:
         """A rank's part of its layernorms' gradients, as `sequence_parallel_parameters`, flat; None as above."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        key = (_data_of(spec), step, at)
+        key = (data_of(spec), step, at)
         return _remembered(self._layernorms, key, lambda: compute_layernorm_replay(spec, step, at, self._device))
 
-
-def _data_of(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes neither its data nor its weights."""
-    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None)
+    def inner(
+        self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], tp_rank: int = 0
+    ) -> Replay | None:
+        """The replay of some stages' other parameters, flat and as registered; None for gpt after its first step."""
+        if spec.probe is ProbeName.GPT and step > 0:
+            return None
+        key = (data_of(spec), step, dp_rank, stages, tp_rank)
+        compute = lambda: compute_inner_replay(spec, step, dp_rank, stages, self._device, tp_rank)  # noqa: E731
+        return _remembered(self._inner, key, compute)
 
 
 def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:
@@ -267,6 +273,40 @@ def compute_layernorm_replay(spec: TrialSpec, step: int, at: Coordinates, device
     by_tp_rank = [torch.cat([cut[stage][tp_rank][name] for stage, name in held]) for tp_rank in range(spec.mesh.tp)]
     precise_N = replay_layernorm_gradients(spec, step, at.dp_rank, stages, device, torch.float64)
     return Replay(by_tp_rank[at.tp_rank], _distance(torch.stack(by_tp_rank).sum(dim=0), precise_N))
+
+
+def compute_inner_replay(
+    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device, tp_rank: int = 0
+) -> Replay:
+    """One dp rank's contribution to some stages' parameters other than the tied weight, with its floor.
+
+    Of a cut model it is the part of `tp_rank`, without what the tensor-parallel ranks sum.
+    """
+    if spec.mesh.tp > 1:
+        return _compute_cut_replay(spec, step, dp_rank, stages, device, tp_rank)
+    precise = replay_inner_gradients(spec, step, dp_rank, stages, device, dtype=torch.float64)
+    if spec.probe is ProbeName.EXACT:
+        return Replay(precise.float(), 0.0)
+    replayed = replay_inner_gradients(spec, step, dp_rank, stages, device)
+    return Replay(replayed, _distance(replayed, precise))
+
+
+def _compute_cut_replay(
+    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device, tp_rank: int
+) -> Replay:
+    def flat(dtype: torch.dtype | None) -> torch.Tensor:
+        cut = replay_cut_gradients(spec, step, dp_rank, device, dtype)
+        named = [pair for stage in stages for pair in cut[stage][tp_rank].items()]
+        inner = [
+            g for name, g in named if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER) and not is_sequence_parallel(name)
+        ]
+        return torch.cat(inner) if inner else torch.zeros(0, device=device)
+
+    precise_N = flat(torch.float64)
+    if spec.probe is ProbeName.EXACT:
+        return Replay(precise_N.float(), 0.0)
+    replayed_N = flat(None)
+    return Replay(replayed_N, _distance(replayed_N, precise_N))
 
 
 def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:
