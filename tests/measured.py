@@ -98,7 +98,7 @@ def assert_every_parameter_right(
         assert (Phase.SCATTERED in phases) == (holds_an_end and ordering.ties_after_sync)
         for phase, total in phases.items():
             owned = sum(row.owned_elements for row in of_stage if row.phase is phase)
-            assert owned == total * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0
+            assert owned == total * mesh.tp * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0
     for report in found:
         for row in report.parameters:
             wrong = (row.unexpected_elements, row.nonfinite_elements, row.reference_exceeded_elements)
