@@ -33,7 +33,8 @@ from workers.public_models import MODELS
 
 MAX_DP = 16_384
 MAX_PP = 1_024
-MAX_TP = 1_024
+MAX_DP_X_TP = 65_536
+"""Every tensor-parallel rank has its own dp shards, and each may be a range."""
 MAX_VPP = 64
 MAX_LAYERS = 4_096
 MAX_SIZE = 2**24
@@ -179,7 +180,7 @@ def _bounded(asked: PredictRequest) -> Iterator[tuple[str, int, int, int]]:
     mesh = asked.mesh
     yield "mesh.dp", mesh.dp, 1, MAX_DP
     yield "mesh.pp", mesh.pp, 1, MAX_PP
-    yield "mesh.tp", mesh.tp, 1, MAX_TP
+    yield "mesh.tp", mesh.tp, 1, MAX_DP_X_TP // min(max(mesh.dp, 1), MAX_DP)
     yield "mesh.vpp", mesh.vpp, 1, 1 if mesh.pp == 1 else MAX_VPP
     if asked.bucket_size is not None:
         yield "bucket_size", asked.bucket_size, 1, MAX_BUCKET_SIZE
