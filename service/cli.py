@@ -34,6 +34,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print the API's object; progress goes to standard error.")]
 Dp = Annotated[int | None, typer.Option(help="Data-parallel replicas.", show_default="2")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default="2")]
+Tp = Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default="1")]
 Vpp = Annotated[int | None, typer.Option(help="Model chunks a rank; 2 or more are interleaved.", show_default="1")]
 Overlap = Annotated[bool, typer.Option("--overlap", help="The gradient sync starts in the midst of backward.")]
 BucketSize = Annotated[int | None, typer.Option(help="Elements at which a bucket closes, with --overlap.")]
@@ -127,6 +128,7 @@ def validate(
     cluster: Annotated[str | None, typer.Option(help="The cluster to run on.", show_default="default")] = None,
     dp: Dp = None,
     pp: Pp = None,
+    tp: Tp = None,
     vpp: Vpp = None,
     model: Model = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Sequences a microbatch.")] = None,
@@ -169,7 +171,7 @@ def validate(
 
     request = build_request(
         cluster=cluster,
-        mesh={"dp": dp, "pp": pp, "vpp": vpp},
+        mesh={"dp": dp, "pp": pp, "tp": tp, "vpp": vpp},
         model=model,
         batch={"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches},
         schedule=schedule,
@@ -206,6 +208,7 @@ def predict(
     model: Model = None,
     dp: Dp = None,
     pp: Pp = None,
+    tp: Tp = None,
     vpp: Vpp = None,
     version: Annotated[
         list[str] | None, typer.Option(help="Megatron-LM version or commit; repeat for several.", show_default="all")
@@ -230,12 +233,12 @@ def predict(
     from service.terminal import open_console
 
     sync = choose_overlap(overlap, bucket_size)
-    widths = choose_grid(sweep, sweep_dp, {"vary": vary}, {"dp": dp, "vpp": vpp, "ordering": ordering})
+    widths = choose_grid(sweep, sweep_dp, {"vary": vary}, {"dp": dp, "tp": tp, "vpp": vpp, "ordering": ordering})
     if widths:
         swept = parse_model(model) if model else None
         found, show = forecast_grid(swept, vary, widths, pp, version or [], sync), grid_table
     else:
-        sizes = {"dp": dp, "pp": pp, "vpp": vpp}
+        sizes = {"dp": dp, "pp": pp, "tp": tp, "vpp": vpp}
         found = forecast(parse_model(model or "tiny"), sizes, version or [], ordering or [], sync)
         show = forecast_table
     if json:

@@ -12,7 +12,7 @@ from service.terminal import figure
 from workers.contract import TINY, Mesh, ModelSpec, OrderingName
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import Overlap, Prediction, predict_model
+from workers.prediction import Overlap, Prediction, predict_model, undivided
 from workers.public_models import MODELS
 
 MAX_RANGES = 3
@@ -27,10 +27,14 @@ def forecast(
 ) -> dict[str, Any]:
     """Predictions for versions and orderings; with neither, for every known version.
 
-    `sizes` are those of the mesh (dp, pp, vpp); None takes the default, 2 x 2 with one chunk a rank.
+    `sizes` are those of the mesh (dp, pp, tp, vpp); None takes the default, 2 x 2 with one chunk a rank.
     """
     mesh = _resolve_mesh(sizes)
     model_sizes, tied = resolve_model(model)
+    if isinstance(model, str):
+        model_sizes = MODELS[model].allocated(mesh.tp)
+    for rule in undivided(model_sizes, mesh.tp):
+        raise UsageFault(f"--tp {mesh.tp}: {rule}; choose a divisor of it")
     subjects: list[tuple[str, LayoutVersion | OrderingName]] = [(text, resolve(text)) for text in versions]
     subjects += [(ordering.value, ordering) for ordering in orderings]
     subjects = subjects or [(version.value, version) for version in RULES]
@@ -38,7 +42,7 @@ def forecast(
         _describe(name, subject, predict_model(subject, mesh, model_sizes, tied=tied, overlap=overlap))
         for name, subject in subjects
     ]
-    shape = {"dp": mesh.dp, "pp": mesh.pp, "vpp": mesh.vpp}
+    shape = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp, "vpp": mesh.vpp}
     return {"model": model, "tied": tied, "mesh": shape, "overlap": overlap is not None, "predictions": found}
 
 
@@ -55,7 +59,8 @@ def forecast_table(found: Mapping[str, Any]) -> Table:
     """One line a version or ordering."""
     mesh = found["mesh"]
     model = _model_name(found["model"]) + ("" if found["tied"] else ", not tied")
-    shape = f"dp {mesh['dp']}, pp {mesh['pp']}" + (f", vpp {mesh['vpp']}" if mesh["vpp"] > 1 else "")
+    shape = f"dp {mesh['dp']}, pp {mesh['pp']}"
+    shape += "".join(f", {name} {mesh[name]}" for name in ("tp", "vpp") if mesh[name] > 1)
     shape += ", overlap" if found["overlap"] else ""
     title = f"wrong elements of the tied weight: {model}, {shape}"
     table = Table(title=title, title_justify="left", box=None, show_edge=False, pad_edge=False)

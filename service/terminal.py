@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workers.contract import Phase
-from workers.orderings import Ordering, SyncPhase
+from workers.orderings import LAYERNORM_PHASES, Ordering, SyncPhase
 
 Row = Mapping[str, Any]
 
@@ -160,6 +160,9 @@ def trace_phases(ordering: Ordering) -> list[tuple[Phase, str]]:
     """The traced phases of an ordering in running order, each with its title."""
     found = [(Phase.LOCAL, _PHASE_TITLES[Phase.LOCAL])]
     for sync in ordering.phases:
+        if sync in LAYERNORM_PHASES:
+            # The tied weight, whose trace this is, has no part in it.
+            continue
         phase = _PHASES_AFTER[sync]
         found.append((phase, f"{_PHASE_TITLES[phase]} ({_SYNC_NAMES[sync]})"))
     return found

@@ -21,16 +21,19 @@ from workers.errors import LayoutAssertionError
 from workers.evidence import astray_ranks
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
-from workers.orderings import ordering_of
-from workers.prediction import ordering_layouts, trial_early, trial_exposed
+from workers.orderings import ORDERINGS, ordering_of
+from workers.parameters import tied_elements
+from workers.prediction import layernorm_elements, layernorm_exposed, ordering_layouts, trial_early, trial_exposed
 
 
 def every_trial(mesh: Mesh, steps: int, device: Device = Device.CPU, **changes: object) -> tuple[TrialSpec, ...]:
     by_tokens = changes.get("normalization") is Normalization.NUM_TOKENS and not changes.get("overlap")
+    layernorms = {name for name, ordering in ORDERINGS.items() if ordering.mistakes_layernorms}
+    out_of_place = (set() if by_tokens else {OrderingName.MEAN_OF_MEANS}) | (layernorms if mesh.tp == 1 else set())
     spec = ExperimentSpec(
         mesh=mesh,
         probes=tuple(ProbeName),
-        orderings=tuple(name for name in OrderingName if by_tokens or name is not OrderingName.MEAN_OF_MEANS),
+        orderings=tuple(name for name in OrderingName if name not in out_of_place),
         steps=steps,
         **changes,  # type: ignore[arg-type]
     )
@@ -57,14 +60,15 @@ def rows(reports: Sequence[Sequence[StepReport]], trial_index: int) -> Iterator[
 def assert_as_predicted(spec: TrialSpec, reports: Sequence[Sequence[StepReport]], index: int, steps: int) -> None:
     mesh, found = spec.mesh, list(rows(reports, index))
     num_ends = 2 if mesh.pp > 1 else 1
+    num_copies = 1 if ordering_of(spec).distributed_optimizer else mesh.dp
+    num_layernorms = layernorm_elements(spec)
     ordering = ordering_of(spec)
-    sharded = ordering.distributed_optimizer
-    num_elements = spec.model.vocab_size * spec.model.hidden_size
-    assert sum(row.owned_elements for _, row in found) == num_elements * num_ends * steps * (1 if sharded else mesh.dp)
+    num_elements = mesh.tp * tied_elements(spec.model, mesh.tp) * num_ends + num_layernorms
+    assert sum(row.owned_elements for _, row in found) == num_elements * steps * num_copies
     assert sum(row.missed_elements + row.unexpected_elements for _, row in found) == 0
     assert sum(row.reference_exceeded_elements for _, row in found) == 0
     diverged = sum(row.diverged_elements for _, row in found)
-    exposed = count(trial_exposed(spec)) * num_ends * steps
+    exposed = (count(trial_exposed(spec)) * num_ends * mesh.tp + layernorm_exposed(spec)) * steps
     predicted = sum(row.predicted_elements for _, row in found)
     if spec.probe is ProbeName.GPT and spec.grad_reduce_dtype is Dtype.BFLOAT16:
         # Errors near the bound need not show.
@@ -101,7 +105,7 @@ def assert_every_parameter_right(
         assert (Phase.SCATTERED in phases) == (holds_an_end and ordering.ties_after_sync)
         for phase, total in phases.items():
             owned = sum(row.owned_elements for row in of_stage if row.phase is phase)
-            assert owned == total * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0
+            assert owned == total * mesh.tp * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0
     for report in found:
         for row in report.parameters:
             wrong = (row.unexpected_elements, row.nonfinite_elements, row.reference_exceeded_elements)

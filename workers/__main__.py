@@ -198,7 +198,7 @@ def _error(failures: Sequence[RankFailure], absent: Sequence[int]) -> dict[str, 
 
 
 def _experiment(options: argparse.Namespace) -> ExperimentSpec:
-    mesh, batch = Mesh(options.dp, options.pp, vpp=options.vpp), None
+    mesh, batch = Mesh(options.dp, options.pp, options.tp, options.vpp), None
     if options.num_microbatches is not None or options.micro_batch_size is not None:
         default = default_batch(mesh)
         batch = BatchSpec(
@@ -237,6 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m workers", description=__doc__, allow_abbrev=False)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a rank; 2 or more are interleaved")
     parser.add_argument("--model", type=_model, default="tiny", help="a name, or VOCAB,HIDDEN,LAYERS,HEADS,SEQ")
     parser.add_argument("--micro-batch-size", type=int)

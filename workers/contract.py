@@ -25,6 +25,8 @@ class OrderingName(StrEnum):
     OWN_BUCKET_UNALIGNED = "own_bucket_unaligned"
     ALL_REDUCE = "all_reduce"
     MEAN_OF_MEANS = "mean_of_means"
+    LAYERNORM_SKIPPED = "layernorm_skipped"
+    LAYERNORM_AVERAGED = "layernorm_averaged"
 
 
 class ProbeName(StrEnum):
@@ -75,6 +77,9 @@ class End(StrEnum):
 
     WTE = "wte"
     LM_HEAD = "lm_head"
+    LAYERNORM = "layernorm"
+    """No end: on every stage, with tp >= 2, the parameters of which each tp rank has a whole copy and a partial
+    gradient (layernorms, biases behind row-parallel layers), one after another."""
 
 
 class Phase(StrEnum):
@@ -82,6 +87,7 @@ class Phase(StrEnum):
 
     LOCAL = "local"
     SCATTERED = "scattered"
+    LAYERNORM = "layernorm"
     TIED = "tied"
     NORMALIZED = "normalized"
     FINAL = "final"
@@ -95,6 +101,7 @@ class RankPhase(StrEnum):
     BUILDING = "building"
     FORWARD_BACKWARD = "forward_backward"
     DP_SYNC = "dp_sync"
+    LAYERNORM = "layernorm"
     TIE = "tie"
     NORMALIZE = "normalize"
     STATISTICS = "statistics"
@@ -417,6 +424,9 @@ class ReplicaRow:
 
     initial_weights_digest: str
     weights_digest: str
+    copies_digest: str | None = None
+    """Of the weights that every tensor-parallel rank holds whole, so that they must be equal across tp ranks too; None
+    where there is one."""
     sent_digest: str | None = None
     """Of the weights that this rank updated and sent to its one replica; None unless there are exactly two."""
     kept_digest: str | None = None

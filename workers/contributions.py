@@ -80,6 +80,35 @@ class TiedSync:
 
 
 @dataclass(frozen=True, slots=True)
+class LayernormSync:
+    """What tensor-parallel ranks end up with of gradients that are the sum of their parts, where it is not that sum.
+
+    Contributors count as in `workers.mesh.stage_members`: by dp_rank, then tp_rank.
+    """
+
+    elements: Intervals
+    """All that they replicate."""
+    factors: Factors
+    """By dp_rank: what a contribution is multiplied by on its way into the sum over dp."""
+    own: float
+    """What becomes of the part of the owner's own tp rank ..."""
+    others: float
+    """... and of the other tp ranks' parts."""
+    tp: int
+
+    @property
+    def early(self) -> Intervals:
+        """Nothing that is judged comes late."""
+        return ()
+
+    def mixtures(self, end_index: int, member: int) -> tuple[Mixture, ...]:
+        """Of one member of the stage; elements it does not own are included."""
+        shares = [self.own if tp_rank == member % self.tp else self.others for tp_rank in range(self.tp)]
+        whole = tuple(factor * share for factor in self.factors for share in shares)
+        return (Mixture(self.elements, whole, (0.0,) * len(whole), extra_roundings=6),)
+
+
+@dataclass(frozen=True, slots=True)
 class EarlyScatter:
     """What a scatter leaves of one end where some of it came too late for it: see `TiedSync`, before its tie."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.contract import Contributor, Deviation, DeviationKind, End
+from workers.contract import Deviation, DeviationKind
 from workers.exchange import Answer, Expectation
 from workers.explanation import Story, Wrong, explain
 from workers.intervals import Intervals
@@ -86,7 +86,7 @@ class Attribution:
 
     def _deviation(self, key: _Key, entry: _Entry) -> Deviation:
         kind, named, factor = key
-        listed = tuple(contributor(self._expectation, index) for index in named[:MAX_NAMED])
+        listed = tuple(self._expectation.contributor(index) for index in named[:MAX_NAMED])
         return Deviation(kind, listed, len(named), factor, entry.uncertainty, entry.first_element, entry.num_elements)
 
 
@@ -95,12 +95,6 @@ class _Entry:
     first_element: int
     num_elements: int = 0
     uncertainty: float = 0.0
-
-
-def contributor(expectation: Expectation, index: int) -> Contributor:
-    """Who a term's index is."""
-    end, dp_rank = divmod(index, expectation.mesh.dp)
-    return Contributor(End.LM_HEAD if end else End.WTE, dp_rank, expectation.members[index])
 
 
 def _shifts(owned: Sequence[Intervals], index: int, dp: int) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
-from workers.contract import DivergenceRow, Dtype, End, ProbeName, TiedRow
+from workers.contract import DivergenceRow, Dtype, ProbeName, TiedRow
 from workers.contributions import Mixture
 from workers.deviation import Attribution
 from workers.exchange import Answer, Exchange, Expectation, Holding, Piece, positions
@@ -28,7 +28,7 @@ from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
-from workers.mesh import Members, end_of
+from workers.mesh import Members
 from workers.wire import SMALLEST_SUBNORMALS, UNIT_ROUNDOFFS
 
 UNIT_ROUNDOFF = UNIT_ROUNDOFFS[Dtype.FLOAT32]
@@ -126,7 +126,7 @@ class _Owner:
         self._expectation = expectation
         self._exact = expectation.probe is ProbeName.EXACT
         end_index, self._dp_rank = divmod(index, expectation.mesh.dp)
-        self._end = end_of(expectation.mesh, 0 if end_index == 0 else expectation.mesh.pp - 1) or End.WTE
+        self._end = expectation.contributor(index).end
         tied_sync = expectation.tied_sync
         self._mixtures = tied_sync.mixtures(end_index, self._dp_rank) if tied_sync else ()
         self.owned = expectation.owned[index]

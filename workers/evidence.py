@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, isnan, prod
+from math import isfinite, isnan
 
 from workers.contract import (
     DeviationKind,
@@ -26,8 +26,14 @@ from workers.contract import (
 )
 from workers.intervals import count
 from workers.orderings import ordering_of
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, stage_parameters
-from workers.prediction import trial_exposed
+from workers.parameters import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDINGS,
+    is_sequence_parallel,
+    stage_parameters,
+    tied_elements,
+)
+from workers.prediction import layernorm_elements, layernorm_exposed, trial_exposed
 
 Place = tuple[int, int, int]
 """(trial_index, step, world_rank): where each report belongs, once."""
@@ -73,13 +79,14 @@ class Evidence:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tied weight."""
-        return prod((self.spec.model.vocab_size, self.spec.model.hidden_size))
+        """Elements of the tied weight, over all tp ranks."""
+        tp = self.spec.mesh.tp
+        return tp * tied_elements(self.spec.model, tp)
 
     @property
     def misowned_elements(self) -> int:
-        """Elements that the layouts predict wrong in one step, both ends together."""
-        return 2 * count(trial_exposed(self.spec))
+        """Elements that the layouts predict wrong in one step, both ends and all tp ranks together."""
+        return 2 * self.spec.mesh.tp * count(trial_exposed(self.spec)) + layernorm_exposed(self.spec)
 
     def rows(self) -> Iterator[tuple[StepReport, DivergenceRow]]:
         """Every divergence row with the report that it came in."""
@@ -156,12 +163,22 @@ def summarise(evidence: Evidence, ok: bool) -> TrialSummary:
 
 
 def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]:
-    """Pairs of dp replicas of one stage whose weights, initial or after a step, are not the same bits."""
+    """Pairs of dp replicas of one stage whose weights, initial or after a step, are not the same bits, and of tp ranks
+    whose copies of a weight are not, unless the ordering lets them drift apart.
+    """
     first: dict[tuple[int, int, int, int], StepReport] = {}
+    copies: dict[tuple[int, int, int], StepReport] = {}
     for report in evidence.reports:
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
+        copy = copies.setdefault((report.trial_index, report.step, report.pp_rank), report)
         if not _same_weights(other, report):
             yield other, report
+        elif copy.replica.copies_digest != report.replica.copies_digest and not _copies_drift(evidence):
+            yield copy, report
+
+
+def _copies_drift(evidence: Evidence) -> bool:
+    return evidence.spec.ordering is OrderingName.LAYERNORM_SKIPPED
 
 
 def _same_weights(one: StepReport, other: StepReport) -> bool:
@@ -243,13 +260,21 @@ def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
 
 
 def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
-    """(trial_index, step, end) in which fewer elements were compared than the tied weight has."""
+    """(trial_index, step, end) in which fewer elements were compared than there are."""
     compared: dict[tuple[int, int, End], int] = defaultdict(int)
     for report, row in evidence.rows():
         compared[report.trial_index, report.step, row.end] += row.owned_elements
-    ends = (End.WTE, End.LM_HEAD) if evidence.spec.mesh.pp > 1 else (End.WTE,)
     for index, step in _steps(evidence.specs):
-        yield from ((index, step, end) for end in ends if compared[index, step, end] < evidence.num_elements)
+        due = elements_due(evidence.spec).items()
+        yield from ((index, step, end) for end, num in due if compared[index, step, end] < num)
+
+
+def elements_due(spec: TrialSpec) -> dict[End, int]:
+    """Elements that a complete step compares of each end, and of layernorms where tensor-parallel ranks sum them."""
+    mesh = spec.mesh
+    tied = mesh.tp * tied_elements(spec.model, mesh.tp)
+    ends = dict.fromkeys((End.WTE, End.LM_HEAD) if mesh.pp > 1 else (End.WTE,), tied)
+    return ends | ({End.LAYERNORM: layernorm_elements(spec)} if mesh.tp > 1 else {})
 
 
 def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Phase]]:
@@ -267,13 +292,19 @@ def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Pha
 
 def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
     """How many elements each judge of a stage's parameters must have compared in a step."""
-    mesh, tied = spec.mesh, prod((spec.model.vocab_size, spec.model.hidden_size))
+    mesh, tied = spec.mesh, spec.mesh.tp * tied_elements(spec.model, spec.mesh.tp)
     for pp_rank in range(mesh.pp):
         shapes = [
             shape for stage in mesh.stages(pp_rank) for shape in stage_parameters(spec.probe, spec.model, mesh, stage)
         ]
-        inner = sum(shape.numel for shape in shapes if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER))
-        yield (pp_rank, Phase.FINAL), inner
+        # What tensor-parallel ranks sum has a judge of its own.
+        inner = [
+            shape.numel
+            for shape in shapes
+            if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+            and not (mesh.tp > 1 and is_sequence_parallel(shape.name))
+        ]
+        yield (pp_rank, Phase.FINAL), mesh.tp * sum(inner)
         if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ordering_of(spec).ties_after_sync:
             yield (pp_rank, Phase.SCATTERED), tied
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from workers.communicator import ProcessGroups
-from workers.contract import Mesh, ProbeName
-from workers.contributions import EarlyScatter, MeanOfMeans, TiedSync
+from workers.contract import Contributor, End, Mesh, ProbeName
+from workers.contributions import EarlyScatter, LayernormSync, MeanOfMeans, TiedSync
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
@@ -47,12 +47,22 @@ class Expectation:
     """Each element has one owner at each end; otherwise every rank owns everything."""
     bit_tied: bool
     """Both ends add in the same order, so that any difference between them is a fault."""
-    tied_sync: TiedSync | EarlyScatter | MeanOfMeans | None
+    tied_sync: TiedSync | EarlyScatter | MeanOfMeans | LayernormSync | None
     """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
     """By index in `members`: the elements that holder owns (all of them without a distributed optimizer)."""
     code: RankCode | None
     """How contributors sign their gradients; None where they do not."""
+    layernorms_over: int | None = None
+    """Where not the tied weight but layernorms are judged: the tp ranks that each dp_rank's members are. `mesh` then
+    counts all members as replicas."""
+
+    def contributor(self, index: int) -> Contributor:
+        """Who a term's index is."""
+        if self.layernorms_over is not None:
+            return Contributor(End.LAYERNORM, index // self.layernorms_over, self.members[index])
+        end, dp_rank = divmod(index, self.mesh.dp)
+        return Contributor(End.LM_HEAD if end else End.WTE, dp_rank, self.members[index])
 
     @property
     def early(self) -> Intervals:

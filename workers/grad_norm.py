@@ -21,8 +21,8 @@ from workers.divergence import DOUBLE_ROUNDOFF, rounding_bound
 from workers.faults import data_of
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
-from workers.mesh import Members, dp_members, pp_members, world_members
-from workers.parameters import OUTPUT_LAYER
+from workers.mesh import Members, dp_members, model_members, world_members
+from workers.parameters import OUTPUT_LAYER, Cut, cut_of
 from workers.reference import replay_gradient
 from workers.stacks.protocol import Stack
 from workers.wire import SMALLEST_SUBNORMALS
@@ -40,10 +40,15 @@ class GradNorm:
         self._stack = stack
         self._parameters = [named for module in modules for named in module.named_parameters()]
         self._device = self._parameters[0][1].device
-        # Replicas that hold the whole gradient each add up their own pipeline.
-        self._members: Members = world_members(mesh) if sharded else pp_members(mesh, at.dp_rank)
-        self.uncounted = uncounted_parameters(mesh)
+        # Replicas that hold the whole gradient each add up their own model.
+        self._members: Members = world_members(mesh) if sharded else model_members(mesh, at.dp_rank)
+        self.uncounted = uncounted_parameters(mesh) | self._copies(at.tp_rank)
         """Parameters whose squares another rank adds; a drill that empties it counts the tied weight twice."""
+
+    def _copies(self, tp_rank: int) -> frozenset[str]:
+        """What every tensor-parallel rank holds whole is counted on the first of them."""
+        names = (name for name, _ in self._parameters) if tp_rank else ()
+        return frozenset(name for name in names if cut_of(name) is Cut.REPLICATED)
 
     def measure(self, communicator: Communicator) -> float:
         """The norm of the synchronised gradients, the same on every rank. Collective over the mesh."""
@@ -88,7 +93,8 @@ class NormReference:
         |‖s‖ - ‖r‖| <= ‖s - r‖, and elementwise s is within `rounding_bound` of the sum of the ranks' own gradients,
         each of which is within twice its replay's floor of the replay (as `workers.divergence` has it).
         """
-        num_terms = mesh.dp * (2 if mesh.num_stages > 1 else 1)
+        # Of the tied weight both ends add, of layernorms every tensor-parallel rank does.
+        num_terms = mesh.dp * max(2 if mesh.num_stages > 1 else 1, mesh.tp)
         reference = self.value * scale.factor
         floor = 2 * self.floor * scale.factor
         adding = (self.num_elements + 16) * DOUBLE_ROUNDOFF * (value + reference)
@@ -129,7 +135,7 @@ def compute_reference(
     spec: TrialSpec, step: int, at: Coordinates, communicator: ProcessGroups, device: torch.device
 ) -> NormReference:
     """Replay one dp rank's batch here, add the replays of all by all-to-all. Collective over the first stage."""
-    members = dp_members(spec.mesh, at.pp_rank)
+    members = dp_members(spec.mesh, at.pp_rank, at.tp_rank)
     replay = replay_gradient(spec, step, (at.dp_rank + 1) % spec.mesh.dp, device)
     floor = 0.0
     if spec.probe is ProbeName.GPT:

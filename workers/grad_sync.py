@@ -1,9 +1,9 @@
 """The phases of gradient synchronisation, in the order that an ordering names.
 
 This is the code under test in every trial, golden vector and virtual mesh: what Megatron-LM's `finalize_model_grads`
-does with a distributed optimizer and tied embeddings (DP sync of every bucket, then the tied weight between
-the first and the last stage, then the division by the step's valid tokens), and its reordered variants. It does not
-judge.
+does with a distributed optimizer and tied embeddings (DP sync of every bucket, then layernorms over tensor ranks,
+then the tied weight between the first and the last stage, then the division by the step's valid tokens), and its
+reordered variants. It does not judge.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from workers.contract import Dtype, Mesh, Normalization, Phase, ProbeName, Trial
 from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer, tied_buffer
 from workers.layout import PrescaleKind
-from workers.mesh import Members, dp_members, pp_members, tie_members
-from workers.orderings import Ordering, SyncPhase, ordering_of
+from workers.mesh import Members, dp_members, pp_members, tie_members, tp_members
+from workers.orderings import LAYERNORM_PHASES, Ordering, SyncPhase, ordering_of
 from workers.padding import valid_tokens
+from workers.parameters import is_sequence_parallel
 from workers.wire import FLOAT32_WIRE, Wire
 
 
@@ -146,6 +147,9 @@ def sync_gradients(
         if phase is SyncPhase.TIE_ALL_REDUCE:
             all_reduce_tied(mesh, buffers, communicator)
             observe(Phase.TIED)
+        elif phase in LAYERNORM_PHASES:
+            all_reduce_layernorms(phase, mesh, buffers, communicator)
+            observe(Phase.LAYERNORM)
         elif phase in (SyncPhase.NUM_TOKENS_SCALE, SyncPhase.OWN_TOKENS_SCALE):
             scale_by_tokens(phase, mesh, buffers, communicator, tokens)
             observe(Phase.NORMALIZED)
@@ -159,7 +163,7 @@ def sync_gradients(
 
 def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, prescale: Prescale) -> None:
     """Scale and sum every bucket of every chunk over its data-parallel replicas, in place."""
-    for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
+    for members in _dp_groups(mesh):
         hosted = _hosted(members, communicator)
         if not hosted:
             continue
@@ -210,11 +214,31 @@ def all_reduce_tied(mesh: Mesh, buffers: RankBuffers, communicator: Communicator
     """Sum the tied weight's whole gradient between the first and the last stage of each pipeline, in place."""
     if mesh.pp == 1:
         return
-    for members in (tie_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
+    for members in (tie_members(mesh, dp_rank, tp_rank) for dp_rank in range(mesh.dp) for tp_rank in range(mesh.tp)):
         hosted = _hosted(members, communicator)
         if hosted:
             tied = {world_rank: tied_buffer(buffers[world_rank]).tied_grad() for world_rank in hosted}
             communicator.all_reduce(members, tied)
+
+
+def all_reduce_layernorms(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator) -> None:
+    """Sum (or, a catalogued mistake, average) over tp the gradients of which each tp rank has a part, in place.
+
+    All of a rank's are moved as one tensor, slices that it does not own included. Source: Megatron-LM,
+    `_allreduce_layernorm_grads`.
+    """
+    for members in (tp_members(mesh, dp_rank, pp_rank) for pp_rank in range(mesh.pp) for dp_rank in range(mesh.dp)):
+        hosted = _hosted(members, communicator)
+        held = {world_rank: _layernorm_grads(buffers[world_rank]) for world_rank in hosted}
+        if not any(held.values()):
+            continue
+        flat = {world_rank: torch.cat(grads) for world_rank, grads in held.items()}
+        communicator.all_reduce(members, flat)
+        for world_rank, grads in held.items():
+            if phase is SyncPhase.LAYERNORM_AVERAGE:
+                flat[world_rank].div_(mesh.tp)
+            for grad_P, summed_P in zip(grads, flat[world_rank].split([grad.numel() for grad in grads]), strict=True):
+                grad_P.copy_(summed_P)
 
 
 def scale_by_tokens(
@@ -227,11 +251,11 @@ def scale_by_tokens(
     """
     if tokens is None:
         raise SpecError(f"phase {phase.value} divides by valid tokens, and none were counted; pass `tokens`")
-    for members in (pp_members(mesh, dp_rank) for dp_rank in range(mesh.dp)):
+    for members in (pp_members(mesh, dp_rank, tp_rank) for dp_rank in range(mesh.dp) for tp_rank in range(mesh.tp)):
         if hosted := _hosted(members, communicator):
             communicator.broadcast(members, members[-1], {rank: tokens.counts[rank] for rank in hosted})
     if phase is SyncPhase.NUM_TOKENS_SCALE:
-        for members in (dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)):
+        for members in _dp_groups(mesh):
             if hosted := _hosted(members, communicator):
                 communicator.all_reduce(members, {rank: tokens.counts[rank] for rank in hosted})
     for world_rank, chunks in buffers.items():
@@ -243,6 +267,15 @@ def scale_by_tokens(
 def _buckets(chunks: Sequence[GradBuffer]) -> list[tuple[int, int]]:
     """(chunk, bucket) of every bucket of a rank, in the order in which all replicas sum them."""
     return [(chunk, index) for chunk, buffer in enumerate(chunks) for index in buffer.buckets()]
+
+
+def _layernorm_grads(chunks: Sequence[GradBuffer]) -> list[Tensor]:
+    names = ((buffer, placed.name) for buffer in chunks for placed in buffer.layout.params)
+    return [buffer.grad(name) for buffer, name in names if is_sequence_parallel(name)]
+
+
+def _dp_groups(mesh: Mesh) -> list[Members]:
+    return [dp_members(mesh, pp_rank, tp_rank) for pp_rank in range(mesh.pp) for tp_rank in range(mesh.tp)]
 
 
 def _hosted(members: Members, communicator: Communicator) -> Members:

@@ -16,26 +16,41 @@ Members = tuple[int, ...]
 """World ranks of one group, in group order."""
 
 
-def dp_members(mesh: Mesh, pp_rank: int) -> Members:
-    """The data-parallel replicas of one stage, by dp_rank."""
-    return tuple(mesh.world_rank(dp_rank, pp_rank) for dp_rank in range(mesh.dp))
+def dp_members(mesh: Mesh, pp_rank: int, tp_rank: int = 0) -> Members:
+    """The data-parallel replicas of one stage's part of the model, by dp_rank."""
+    return tuple(mesh.world_rank(dp_rank, pp_rank, tp_rank) for dp_rank in range(mesh.dp))
 
 
-def pp_members(mesh: Mesh, dp_rank: int) -> Members:
+def pp_members(mesh: Mesh, dp_rank: int, tp_rank: int = 0) -> Members:
     """The stages of one pipeline, by pp_rank."""
-    return tuple(mesh.world_rank(dp_rank, pp_rank) for pp_rank in range(mesh.pp))
+    return tuple(mesh.world_rank(dp_rank, pp_rank, tp_rank) for pp_rank in range(mesh.pp))
 
 
-def tie_members(mesh: Mesh, dp_rank: int) -> Members:
-    """The two holders of the tied weight in one pipeline; a single rank where pp is 1."""
-    ends = {mesh.world_rank(dp_rank, 0), mesh.world_rank(dp_rank, mesh.pp - 1)}
+def tp_members(mesh: Mesh, dp_rank: int, pp_rank: int) -> Members:
+    """The tensor-parallel ranks of one stage of one replica, by tp_rank."""
+    return tuple(mesh.world_rank(dp_rank, pp_rank, tp_rank) for tp_rank in range(mesh.tp))
+
+
+def stage_members(mesh: Mesh, pp_rank: int) -> Members:
+    """Every rank of one pipeline rank, by dp_rank and then tp_rank: all that add to a parameter replicated over tp."""
+    return tuple(world_rank for dp_rank in range(mesh.dp) for world_rank in tp_members(mesh, dp_rank, pp_rank))
+
+
+def model_members(mesh: Mesh, dp_rank: int) -> Members:
+    """Every rank of one replica, by pp_rank and then tp_rank: together they hold the whole model."""
+    return tuple(world_rank for pp_rank in range(mesh.pp) for world_rank in tp_members(mesh, dp_rank, pp_rank))
+
+
+def tie_members(mesh: Mesh, dp_rank: int, tp_rank: int = 0) -> Members:
+    """The two holders of one tp shard of the tied weight in one pipeline; a single rank where pp is 1."""
+    ends = {mesh.world_rank(dp_rank, 0, tp_rank), mesh.world_rank(dp_rank, mesh.pp - 1, tp_rank)}
     return tuple(sorted(ends))
 
 
-def ends_members(mesh: Mesh) -> Members:
-    """Every holder of the tied weight: the first stage by dp_rank, then (where pp > 1) the last stage by dp_rank."""
-    last = dp_members(mesh, mesh.pp - 1) if mesh.pp > 1 else ()
-    return dp_members(mesh, 0) + last
+def ends_members(mesh: Mesh, tp_rank: int = 0) -> Members:
+    """Every holder of one tp shard of the tied weight: the first stage by dp_rank, then (pp > 1) the last likewise."""
+    last = dp_members(mesh, mesh.pp - 1, tp_rank) if mesh.pp > 1 else ()
+    return dp_members(mesh, 0, tp_rank) + last
 
 
 def world_members(mesh: Mesh) -> Members:
@@ -52,10 +67,16 @@ def end_of(mesh: Mesh, pp_rank: int) -> End | None:
 
 def all_members(mesh: Mesh) -> Iterator[Members]:
     """Every group a step uses, each once, in an order that is the same on all ranks."""
-    groups = [dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)]
-    groups += [pp_members(mesh, dp_rank) for dp_rank in range(mesh.dp)]
-    groups += [tie_members(mesh, dp_rank) for dp_rank in range(mesh.dp)]
-    groups += [ends_members(mesh), world_members(mesh)]
+    dp_ranks, pp_ranks, tp_ranks = range(mesh.dp), range(mesh.pp), range(mesh.tp)
+    groups = [dp_members(mesh, pp_rank, tp_rank) for pp_rank in pp_ranks for tp_rank in tp_ranks]
+    groups += [pp_members(mesh, dp_rank, tp_rank) for dp_rank in dp_ranks for tp_rank in tp_ranks]
+    groups += [tie_members(mesh, dp_rank, tp_rank) for dp_rank in dp_ranks for tp_rank in tp_ranks]
+    groups += [ends_members(mesh, tp_rank) for tp_rank in tp_ranks]
+    groups += [model_members(mesh, dp_rank) for dp_rank in dp_ranks]
+    groups.append(world_members(mesh))
+    if mesh.tp > 1:
+        groups += [tp_members(mesh, dp_rank, pp_rank) for pp_rank in pp_ranks for dp_rank in dp_ranks]
+        groups += [stage_members(mesh, pp_rank) for pp_rank in pp_ranks]
     return iter(dict.fromkeys(groups))
 
 

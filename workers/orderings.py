@@ -24,11 +24,19 @@ class SyncPhase(StrEnum):
     """Every bucket is scaled and all-reduced over the dp replicas."""
     TIE_ALL_REDUCE = "tie_all_reduce"
     """The tied weight's gradient is all-reduced between the first and the last stage of each pipeline."""
+    LAYERNORM_ALL_REDUCE = "layernorm_all_reduce"
+    """Gradients of layernorms and of biases behind row-parallel layers, of which each tensor-parallel rank has the part
+    of its piece of the sequence, are summed over tp."""
+    LAYERNORM_AVERAGE = "layernorm_average"
+    """The same parts are averaged over tp."""
     NUM_TOKENS_SCALE = "num_tokens_scale"
     """Valid tokens, counted on the last stage, are broadcast over pp and summed over dp; they divide every gradient."""
     OWN_TOKENS_SCALE = "own_tokens_scale"
     """All gradients of a rank are divided by the valid tokens of its own pipeline."""
 
+
+LAYERNORM_PHASES = (SyncPhase.LAYERNORM_ALL_REDUCE, SyncPhase.LAYERNORM_AVERAGE)
+"""Those that have a place only where tp is 2 or more."""
 
 DP_PHASES = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE)
 """Those that sum over the dp replicas, of which every ordering has one."""
@@ -38,6 +46,8 @@ RANK_PHASES: Mapping[SyncPhase, RankPhase] = MappingProxyType(
     {
         SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
         SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+        SyncPhase.LAYERNORM_ALL_REDUCE: RankPhase.LAYERNORM,
+        SyncPhase.LAYERNORM_AVERAGE: RankPhase.LAYERNORM,
         SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
         SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
         SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
@@ -92,6 +102,24 @@ class Ordering:
             kept = tuple(phase for phase in self.phases if phase is not SyncPhase.OWN_TOKENS_SCALE)
             return self if kept == self.phases else replace(self, phases=kept)
         return self if self.averages_means else replace(self, phases=(*self.phases, SyncPhase.NUM_TOKENS_SCALE))
+
+    @property
+    def mistakes_layernorms(self) -> bool:
+        """Whether tensor-parallel ranks do not end up with the sum of their parts of layernorm gradients."""
+        return self.name in (OrderingName.LAYERNORM_SKIPPED, OrderingName.LAYERNORM_AVERAGED)
+
+    def over_tensor_ranks(self, tp: int) -> Ordering:
+        """The same ordering with layernorm gradients summed over tp, after the dp sync, where there is a sum to take.
+
+        Source: Megatron-LM, `finalize_model_grads` with sequence parallelism.
+        """
+        if tp == 1:
+            kept = tuple(phase for phase in self.phases if phase not in LAYERNORM_PHASES)
+            return self if kept == self.phases else replace(self, phases=kept)
+        if self.mistakes_layernorms:
+            return self
+        after = 1 + next(index for index, phase in enumerate(self.phases) if phase in DP_PHASES)
+        return replace(self, phases=(*self.phases[:after], SyncPhase.LAYERNORM_ALL_REDUCE, *self.phases[after:]))
 
     def overlapped(self) -> Ordering:
         """The same ordering where the dp sync starts from backward hooks: nothing can be tied before it.
@@ -174,6 +202,28 @@ def _catalogue() -> Iterator[Ordering]:
         summary="As own_bucket, but each rank divides by its own valid tokens and the replicas' means are averaged.",
         expectation="Wrong wherever ranks hold different numbers of valid tokens: tokens of fuller ranks count less.",
     )
+    yield Ordering(
+        name=OrderingName.LAYERNORM_SKIPPED,
+        layout=LayoutVersion.V0_13,
+        phases=_SCATTER_THEN_TIE,
+        distributed_optimizer=True,
+        role=Role.CONTROL,
+        bit_tied=True,
+        source="Megatron-LM finalize_model_grads without _allreduce_layernorm_grads; tp >= 2 only",
+        summary="As own_bucket, but layernorm gradients stay each tensor-parallel rank's own part.",
+        expectation="The tied weight is right; layernorm gradients are wrong everywhere, and copies drift apart.",
+    )
+    yield Ordering(
+        name=OrderingName.LAYERNORM_AVERAGED,
+        layout=LayoutVersion.V0_13,
+        phases=(SyncPhase.DP_REDUCE_SCATTER, SyncPhase.LAYERNORM_AVERAGE, SyncPhase.TIE_ALL_REDUCE),
+        distributed_optimizer=True,
+        role=Role.CONTROL,
+        bit_tied=True,
+        source="Megatron-LM finalize_model_grads, _allreduce_layernorm_grads with a mean for its sum; tp >= 2 only",
+        summary="As own_bucket, but layernorm gradients are averaged over tensor-parallel ranks instead of summed.",
+        expectation="The tied weight is right; layernorm gradients are 1/tp of the right ones, alike on all tp ranks.",
+    )
 
 
 ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
@@ -182,10 +232,10 @@ ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: or
 
 def ordering_of(spec: TrialSpec) -> Ordering:
     """A trial's ordering as its other settings turn it out: phases, role and all."""
-    return compose(spec.ordering, spec.overlap, spec.normalization)
+    return compose(spec.ordering, spec.overlap, spec.normalization, spec.mesh.tp)
 
 
-def compose(name: OrderingName, overlap: bool, normalization: Normalization) -> Ordering:
+def compose(name: OrderingName, overlap: bool, normalization: Normalization, tp: int = 1) -> Ordering:
     """An ordering of the catalogue as these settings turn it out."""
-    ordering = ORDERINGS[name]
-    return (ordering.overlapped() if overlap else ordering).normalized(normalization)
+    ordering = ORDERINGS[name].overlapped() if overlap else ORDERINGS[name]
+    return ordering.over_tensor_ranks(tp).normalized(normalization)

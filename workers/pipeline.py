@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from workers.contract import Schedule, TrialSpec
-from workers.models import LossFunction, mean_loss, microbatch_loss, stage_example
+from workers.models import UNCUT, LossFunction, mean_loss, microbatch_loss, stage_example
+from workers.models.weights import Shard
 from workers.stopwatch import Stopwatch
 
 
@@ -29,7 +30,9 @@ class Pipeline:
         pp_rank: int,
         pp_group: dist.ProcessGroup,
         device: torch.device,
+        shard: Shard = UNCUT,
     ) -> None:
+        """`shard` is this rank's part of the model; its tensor-parallel ranks run the same microbatches."""
         self._spec = spec
         self._is_first = pp_rank == 0
         self._is_last = pp_rank == spec.mesh.pp - 1
@@ -38,7 +41,7 @@ class Pipeline:
             _pipeline_stage(module, spec, stage, pp_group, device, self._stopwatch)
             for module, stage in zip(modules, spec.mesh.stages(pp_rank), strict=True)
         ]
-        self._schedule = _schedule(spec, self._timed_stages, self._timed(microbatch_loss(spec)))
+        self._schedule = _schedule(spec, self._timed_stages, self._timed(microbatch_loss(spec, shard)))
 
     def run_step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> float | None:
         """Forward and backward of all microbatches: the mean loss on the last stage, None elsewhere.

@@ -40,6 +40,7 @@ from workers.experiment import (
     trials,
 )
 from workers.faults import FAULTS, FaultName, why_not
+from workers.orderings import ORDERINGS
 from workers.parameters import stage_parameters
 from workers.prediction import ordering_layouts
 
@@ -123,8 +124,7 @@ def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation
     yield from _in_range(("mesh", "dp"), mesh.dp, 1, None)
     yield from _in_range(("mesh", "pp"), mesh.pp, 1, None)
     yield from _in_range(("mesh", "vpp"), mesh.vpp, 1, limits.max_vpp)
-    if mesh.tp != 1:
-        yield Violation(("mesh", "tp"), mesh.tp, "tp other than 1 is not supported yet", "set tp to 1")
+    yield from _tensor_violations(spec)
     if mesh.vpp > 1 and mesh.pp == 1:
         rule = "chunks are interleaved over pipeline ranks, and pp is 1"
         yield Violation(("mesh", "vpp"), mesh.vpp, rule, "set vpp to 1, or pp to 2 or more")
@@ -139,6 +139,28 @@ def _mesh_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation
             rule = "buckets are cut by size only with overlap, which is false"
             yield Violation(("bucket_size",), spec.bucket_size, rule, "set overlap to true, or bucket_size to null")
         yield from _in_range(("bucket_size",), spec.bucket_size, 1, None)
+
+
+def _tensor_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    """Every width that tensor-parallel ranks share must come out equal; only the vocabulary is padded."""
+    tp, path = spec.mesh.tp, ("mesh", "tp")
+    yield from _in_range(path, tp, 1, None)
+    if tp <= 1:
+        return
+    known = isinstance(spec.model, ModelSpec) or spec.model in NAMED_MODELS
+    models = {probe: probe_model(spec, probe) for probe in spec.probes if known or probe is ProbeName.EXACT}
+    for name, width in dict.fromkeys(width for probe, model in models.items() for width in _shared(probe, model)):
+        if width % tp:
+            rule = f"tensor-parallel ranks share {name}, which is {width}, in equal parts"
+            yield Violation(path, tp, rule, f"choose a divisor of {width}, or give a model whose sizes tp divides")
+
+
+def _shared(probe: ProbeName, model: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield "seq_len", model.seq_len
+    if probe is ProbeName.GPT:
+        yield "num_heads", model.num_heads
+    else:
+        yield "half of hidden_size (the exact probe's inner width)", model.hidden_size // 2
 
 
 def _model_violations(spec: ExperimentSpec, limits: Limits) -> Iterator[Violation]:
@@ -197,6 +219,20 @@ def _choice_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     yield from _distinct("probes", spec.probes)
     yield from _distinct("orderings", spec.orderings)
     yield from _normalization_violations(spec)
+    yield from _layernorm_violations(spec)
+
+
+def _layernorm_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    tp = spec.mesh.tp
+    for index, ordering in enumerate(spec.orderings):
+        if not ORDERINGS[ordering].mistakes_layernorms:
+            continue
+        if tp == 1:
+            rule = "it goes wrong where layernorm gradients are summed over tensor-parallel ranks, and mesh.tp is 1"
+            yield Violation(("orderings", index), ordering.value, rule, "set mesh.tp to 2 or more, or leave it out")
+        elif ordering is OrderingName.LAYERNORM_AVERAGED and ProbeName.EXACT in spec.probes and tp & (tp - 1):
+            rule = f"the exact probe stays exact only where the mean divides by a power of two, and mesh.tp is {tp}"
+            yield Violation(("orderings", index), ordering.value, rule, "leave it out, or run it with gpt alone")
 
 
 def _normalization_violations(spec: ExperimentSpec) -> Iterator[Violation]:
@@ -238,6 +274,9 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     drill = spec.drill
     if drill is None:
         return
+    if spec.mesh.tp > 1:
+        rule = f"no fault is injected yet where tensor-parallel ranks share a model, and mesh.tp is {spec.mesh.tp}"
+        yield Violation(("drill", "fault"), drill.fault, rule, "set mesh.tp to 1, or leave drill out")
     if drill.fault not in FAULTS:
         yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(FAULTS)}", "name one of them")
     else:

@@ -14,11 +14,21 @@ from functools import lru_cache
 
 from workers.contract import Mesh, ModelSpec, OrderingName, TrialSpec
 from workers.errors import LayoutAssertionError, SpecError
-from workers.intervals import EMPTY, Interval, Intervals, count, normalize, union
+from workers.intervals import EMPTY, Interval, Intervals, count, normalize, shift, union
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout, default_bucket_size
 from workers.orderings import ORDERINGS, Ordering, ordering_of
 from workers.padding import valid_tokens
-from workers.parameters import WORD_EMBEDDINGS, ParameterShape, gpt_stage_parameters, stage_parameters
+from workers.parameters import (
+    WORD_EMBEDDINGS,
+    ParameterShape,
+    gpt_stage_parameters,
+    sequence_parallel_parameters,
+    stage_parameters,
+    tied_elements,
+)
+
+BLIND_TO_OWNERS = (OrderingName.MEAN_OF_MEANS, OrderingName.LAYERNORM_SKIPPED, OrderingName.LAYERNORM_AVERAGED)
+"""Orderings that go wrong by what ranks hold, whoever owns it: nothing that a layout could tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +82,34 @@ def predict(
 
     `first` and `last` are the first and last stage's parameters in registration order, of which at most one each is
     `shared_embedding`. With pp=1, or where neither is marked (untied weights), nothing is tied and nothing is misowned.
-    `overlap` is that of the dp sync with backward, if it does.
+    `overlap` is that of the dp sync with backward, if it does. With tensor parallelism they are one tp rank's part: all
+    have the same, each in a buffer of its own, and what is predicted is of all of them together.
     """
-    if subject is OrderingName.MEAN_OF_MEANS:
-        raise SpecError(f"{subject.value} goes wrong by what ranks hold, not by who owns it; name another ordering")
+    if subject in BLIND_TO_OWNERS:
+        raise SpecError(f"{subject} goes wrong by what ranks hold, not by who owns it; name another ordering")
     rule, exposed = _rule(subject, overlap is not None)
     wte_name, lm_head_name = _shared_name(first), _shared_name(last)
     if mesh.pp == 1 or wte_name is None or lm_head_name is None:
-        return _nothing_misowned(mesh.dp, first)
+        return _nothing_misowned(mesh, first)
     try:
         # Only the first stage's buckets are cut by size.
         bucket_size = overlap.resolved(mesh.dp) if overlap else None
         layouts = build_layout(first, rule, mesh.dp, bucket_size), build_layout(last, rule, mesh.dp)
     except LayoutAssertionError as error:
-        return _nothing_misowned(mesh.dp, first, asserts=str(error))
+        return _nothing_misowned(mesh, first, asserts=str(error))
     wte, lm_head = layouts
     misowned = misowned_intervals(wte, lm_head) if exposed else EMPTY
     early = early_intervals(wte) if exposed and overlap and mesh.dp > 1 else EMPTY
     wrong = union(misowned, early)
+    num_elements, tp = wte.param(wte_name).interval.size, mesh.tp
     return Prediction(
         asserts=None,
-        num_elements=wte.param(wte_name).interval.size,
-        misowned_elements=count(misowned),
-        early_elements=count(early),
-        ranges=wrong,
-        misowned_by_wte_owner=_by_owner(misowned, wte, wte_name),
-        misowned_by_lm_head_owner=_by_owner(misowned, lm_head, lm_head_name),
+        num_elements=tp * num_elements,
+        misowned_elements=tp * count(misowned),
+        early_elements=tp * count(early),
+        ranges=normalize(part for tp_rank in range(tp) for part in shift(wrong, tp_rank * num_elements)),
+        misowned_by_wte_owner=tuple(tp * n for n in _by_owner(misowned, wte, wte_name)),
+        misowned_by_lm_head_owner=tuple(tp * n for n in _by_owner(misowned, lm_head, lm_head_name)),
     )
 
 
@@ -109,12 +121,16 @@ def predict_model(
     tied: bool = True,
     overlap: Overlap | None = None,
 ) -> Prediction:
-    """Predict for a GPT of these sizes; see `predict`. Raises SpecError for a mesh with tensor parallelism."""
-    if mesh.tp != 1:
-        raise SpecError(f"tp {mesh.tp}: prediction knows no tensor parallelism so far; set tp to 1")
-    first = gpt_stage_parameters(model, mesh.num_stages, 0, tied=tied)
-    last = gpt_stage_parameters(model, mesh.num_stages, mesh.num_stages - 1, tied=tied)
+    """Predict for a GPT of these sizes; see `predict`. Raises SpecError where tp does not divide them."""
+    first = gpt_stage_parameters(model, mesh.num_stages, 0, tied=tied, tp=mesh.tp)
+    last = gpt_stage_parameters(model, mesh.num_stages, mesh.num_stages - 1, tied=tied, tp=mesh.tp)
     return predict(subject, mesh, first, last, overlap)
+
+
+def undivided(model: ModelSpec, tp: int) -> tuple[str, ...]:
+    """Why tensor-parallel ranks cannot share a GPT of these sizes, in words; nothing where they can."""
+    shared = (("hidden_size", model.hidden_size),)
+    return tuple(f"ranks share {name}, which is {width}, in equal parts" for name, width in shared if width % tp)
 
 
 def misowned_intervals(wte: BufferLayout, lm_head: BufferLayout) -> Intervals:
@@ -158,11 +174,25 @@ def trial_early(spec: TrialSpec) -> Intervals:
 
 
 def trial_exposed(spec: TrialSpec) -> Intervals:
-    """Every element that a trial's ordering may get wrong, the same set at each end."""
+    """Every element that a trial's ordering may get wrong, the same set at each end and on each tp rank's part."""
     if ordering_of(spec).averages_means:
-        whole = Interval(0, spec.model.vocab_size * spec.model.hidden_size)
+        whole = Interval(0, tied_elements(spec.model, spec.mesh.tp))
         return (whole,) if len(set(valid_tokens(spec))) > 1 else EMPTY
     return union(trial_misowned(spec), trial_early(spec))
+
+
+def layernorm_elements(spec: TrialSpec) -> int:
+    """Elements of what tensor-parallel ranks replicate and sum over tp, every rank's copy counted; 0 with tp=1."""
+    mesh = spec.mesh
+    stages = (sequence_parallel_parameters(spec, stage) for stage in range(mesh.num_stages))
+    return mesh.tp * sum(parameter.numel for parameters in stages for parameter in parameters)
+
+
+def layernorm_exposed(spec: TrialSpec) -> int:
+    """How many of them a trial's ordering may get wrong: all, or none."""
+    ordering = ordering_of(spec)
+    uneven = ordering.averages_means and len(set(valid_tokens(spec))) > 1
+    return layernorm_elements(spec) if uneven or ordering.mistakes_layernorms else 0
 
 
 def _exposes(spec: TrialSpec) -> bool:
@@ -220,6 +250,6 @@ def _by_owner(misowned: Intervals, layout: BufferLayout, name: str) -> tuple[int
     return tuple(counts)
 
 
-def _nothing_misowned(dp: int, first: Sequence[ParameterShape], asserts: str | None = None) -> Prediction:
-    num_elements = sum(parameter.numel for parameter in first if parameter.name == WORD_EMBEDDINGS)
-    return Prediction(asserts, num_elements, 0, 0, EMPTY, (0,) * dp, (0,) * dp)
+def _nothing_misowned(mesh: Mesh, first: Sequence[ParameterShape], asserts: str | None = None) -> Prediction:
+    num_elements = mesh.tp * sum(parameter.numel for parameter in first if parameter.name == WORD_EMBEDDINGS)
+    return Prediction(asserts, num_elements, 0, 0, EMPTY, (0,) * mesh.dp, (0,) * mesh.dp)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from workers.contract import TINY, ModelSpec
-from workers.parameters import POSITION_EMBEDDINGS, gpt_stage_parameters
+from workers.parameters import POSITION_EMBEDDINGS, gpt_stage_parameters, padded_vocab_size
 
 VOCABULARY_ALIGNMENT = 128
 """Megatron-LM pads vocabularies to a multiple of this (times tp)."""
@@ -26,6 +26,13 @@ class PublicModel:
     source: str
     learned_positions: bool = True
     """Whether positions are a weight; a model that rotates its queries and keys has none."""
+
+    def allocated(self, tp: int) -> ModelSpec:
+        """The model with its vocabulary as Megatron-LM allocates it over `tp` ranks."""
+        if self.model.vocab_size % VOCABULARY_ALIGNMENT:
+            return self.model
+        padded = padded_vocab_size(self.published_vocab_size, tp, VOCABULARY_ALIGNMENT)
+        return replace(self.model, vocab_size=padded)
 
     @property
     def num_parameters(self) -> int:
@@ -93,7 +100,7 @@ def _public_models() -> Iterator[tuple[str, PublicModel]]:
 
 
 def _allocated(vocab_size: int) -> int:
-    return -(-vocab_size // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
+    return padded_vocab_size(vocab_size, 1, VOCABULARY_ALIGNMENT)
 
 
 MODELS: Mapping[str, PublicModel] = MappingProxyType(dict(_public_models()))

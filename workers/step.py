@@ -7,6 +7,7 @@ judgement. The measured code never looks at the judgement's data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from workers.checks.fingerprint import read_settings
 from workers.checks.finiteness import find_nonfinite, find_nonfinite_weights
+from workers.checks.layernorms import LayernormJudge
 from workers.checks.named import Named, name_parameters
 from workers.checks.parameters import ParameterJudges, Scene
 from workers.checks.replicas import GatherWatch, digest
@@ -46,11 +48,12 @@ from workers.handshake import Handshake
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
-from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
-from workers.models import build_stage, count_valid, microbatches, seed_weights
+from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members, tp_members
+from workers.models import UNCUT, build_stage, count_valid, microbatches, seed_weights
+from workers.models.weights import Shard
 from workers.optimizer import optimizer_for
 from workers.orderings import RANK_PHASES, Ordering, ordering_of
-from workers.parameters import tied_parameter_name
+from workers.parameters import Cut, cut_of, tied_elements, tied_parameter_name
 from workers.phase_clock import PhaseClock
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
@@ -60,8 +63,9 @@ from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes.arsenal import arm
 from workers.strikes.strike import Victim
+from workers.tensor_parallel import TensorGroup
 
-_COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.NORMALIZE, RankPhase.OPTIMIZER)
+_COMPUTING = (RankPhase.DP_SYNC, RankPhase.LAYERNORM, RankPhase.TIE, RankPhase.NORMALIZE, RankPhase.OPTIMIZER)
 """Phases whose own work is what is left of them outside of collectives."""
 
 MAX_ANSWER_ELEMENTS = 1 << 26
@@ -71,10 +75,15 @@ MAX_ANSWER_ELEMENTS = 1 << 26
 class ReplaySource(Protocol):
     """Contributions as a single process computes them; None where the weights are not known."""
 
-    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
-        """What `dp_rank` contributes to one end of the tied weight."""
+    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End, tp_rank: int = 0) -> Replay | None:
+        """What `dp_rank` contributes to one end of a tp rank's part of the tied weight."""
 
-    def inner(self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...]) -> Replay | None:
+    def layernorms(self, spec: TrialSpec, step: int, at: Coordinates) -> Replay | None:
+        """What a rank contributes to its layernorms, of which each tp rank has a partial gradient."""
+
+    def inner(
+        self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], tp_rank: int = 0
+    ) -> Replay | None:
         """What `dp_rank` contributes to every other parameter of some stages, flat and as registered."""
 
 
@@ -102,7 +111,9 @@ class RankTrial:
         self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
         communicator = ProcessGroups(coordinates.world_rank, groups)
-        clock.waited_s = lambda: communicator.waited_s
+        # Collectives inside the model are no drill's: those strike at the gradients' sync.
+        self._inside = inside = ProcessGroups(coordinates.world_rank, groups)
+        clock.waited_s = lambda: communicator.waited_s + inside.waited_s
         self._communicator = communicator
         self._watch = GatherWatch(communicator)
         self._prescale = prescale_of(spec)
@@ -110,12 +121,15 @@ class RankTrial:
         where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
         self._strike = arm(Victim(spec, coordinates, where, self._communicator), node)
         self._build(groups, device)
-        self._expectation = expect(spec, self._ordering)
+        self._expectation = expect(spec, self._ordering, coordinates.tp_rank)
+        self._layernorms = LayernormJudge(spec, coordinates, self._modules, self._communicator)
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
         self._stages = spec.mesh.stages(at.pp_rank)
-        self._modules = tuple(build_stage(spec, stage, device) for stage in self._stages)
+        tensor_group = TensorGroup(tp_members(spec.mesh, at.dp_rank, at.pp_rank), self._inside)
+        shard = UNCUT if spec.mesh.tp == 1 else Shard(tensor_group, at.tp_rank)
+        self._modules = tuple(build_stage(spec, stage, device, shard=shard) for stage in self._stages)
         layouts = [stage_layout(spec, stage) for stage in self._stages]
         self._tied: nn.Parameter | None = None
         self._shards: list[Intervals] = []
@@ -131,7 +145,8 @@ class RankTrial:
         self._stack = self._build_stack(groups, layouts)
         self._handshake = self._shake_hands(layouts)
         self._judges = self._build_judges()
-        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        pp_group = groups[pp_members(spec.mesh, at.dp_rank, at.tp_rank)]
+        self._pipeline = Pipeline(self._modules, spec, at.pp_rank, pp_group, device, shard)
         self.norm = GradNorm(spec.mesh, at, self._stack, self._modules, self._ordering.distributed_optimizer)
         self._strike.step_built(self._pipeline, self.norm)
         self._device = device
@@ -148,8 +163,8 @@ class RankTrial:
             at=at,
             modules=self._modules,
             tied=self._tied,
-            dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
-            tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
+            dp_group=groups[dp_members(spec.mesh, at.pp_rank, at.tp_rank)],
+            tie_group=groups[tie_members(spec.mesh, at.dp_rank, at.tp_rank)] if holds_an_end else None,
             communicator=self._tested,
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
@@ -190,6 +205,7 @@ class RankTrial:
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
         local_P, trace = self._observe_local()
+        self._layernorms.remember(self._local_grad)
         self._judges.remember(local_P, None if self._local is None else self._local.last_P)
         broken = self._synchronise(step, trace)
         self._enter(RankPhase.OPTIMIZER, step)
@@ -200,11 +216,12 @@ class RankTrial:
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
-        parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
+        parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages, self._at.tp_rank))
         norm_row = self._judge_norm(step, norm)
         self._enter(RankPhase.STATISTICS, step)
         broken += find_nonfinite_weights(self._named, self._stack.owned)
         replica = self._watch.conclude(self._initial_digest, self._digest_weights(), self._tied_digest)
+        replica = replace(replica, copies_digest=self._digest_copies())
         self._enter(RankPhase.IDLE, step)
         return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken, norm_row, settings)
 
@@ -261,7 +278,7 @@ class RankTrial:
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
-            if self._tied is not None:
+            if self._tied is not None and phase is not Phase.LAYERNORM:
                 trace.extend(self._trace(phase, self._stack.grad(self._tied)))
             self._judges.observe(phase)
             if phase is Phase.TIED and self._tied is not None and not self._ordering.ties_after_sync:
@@ -292,19 +309,20 @@ class RankTrial:
         return rows
 
     def _judge(self, step: int, local_P: Tensor | None) -> tuple[tuple[DivergenceRow, ...], TiedRow | None]:
+        inner = self._layernorms.judge(step, self._stack, self._replay)
         if local_P is None or self._tied is None or self._end is None:
-            return (), None
+            return inner, None
         neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
         holding = Holding(
             local_P=local_P,
-            replay=self._replay(self._spec, step, neighbour, self._end),
+            replay=self._replay(self._spec, step, neighbour, self._end, self._at.tp_rank),
             synced_P=self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
             late_P=None if self._local is None else self._local.last_P,
             answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
-        return (judgement.divergence,), judgement.tied
+        return (judgement.divergence, *inner), judgement.tied
 
     def _judge_norm(self, step: int, value: float) -> NormRow:
         reference = self._references(self._spec, step, self._at, self._communicator)
@@ -324,11 +342,18 @@ class RankTrial:
 
     def _answer(self, step: int) -> Answer | None:
         """The integer answer of every element, where there is one and one rank may take the time to compute it."""
-        spec = self._spec
-        work = spec.mesh.dp * spec.model.vocab_size * spec.model.hidden_size
+        spec, tp_rank = self._spec, self._at.tp_rank
+        work = spec.mesh.dp * spec.mesh.tp * tied_elements(spec.model, spec.mesh.tp)
         if spec.probe is ProbeName.GPT or work > MAX_ANSWER_ELEMENTS:
             return None
-        return lambda: signed_tied_sum(spec, step)
+        return lambda: signed_tied_sum(spec, step, tp_rank)
+
+    def _digest_copies(self) -> str | None:
+        """Of the weights that every tensor-parallel rank holds whole."""
+        if self._spec.mesh.tp == 1:
+            return None
+        named = (pair for module in self._modules for pair in module.named_parameters())
+        return digest([weight.detach().flatten() for name, weight in named if cut_of(name) is Cut.REPLICATED])
 
     def _digest_weights(self) -> str:
         return digest([torch.cat([parameter.detach().flatten() for parameter in self._parameters()])])
@@ -380,12 +405,13 @@ class RankTrial:
         )
 
 
-def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
-    """What the ordering does to the tied weight: pure, the same on every rank."""
+def expect(spec: TrialSpec, ordering: Ordering, tp_rank: int = 0) -> Expectation:
+    """What the ordering does to one tp rank's part of the tied weight: pure, the same on every rank that holds it."""
     mesh = spec.mesh
     owned = []
-    everything = (Interval(0, spec.model.vocab_size * spec.model.hidden_size),)
-    for world_rank in ends_members(mesh):
+    everything = (Interval(0, tied_elements(spec.model, mesh.tp)),)
+    members = ends_members(mesh, tp_rank)
+    for world_rank in members:
         at = mesh.coordinates(world_rank)
         stage = 0 if at.pp_rank == 0 else mesh.num_stages - 1
         name = tied_parameter_name(mesh.num_stages, stage) or ""
@@ -394,7 +420,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
-        members=ends_members(mesh),
+        members=members,
         prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,

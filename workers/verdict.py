@@ -34,6 +34,7 @@ from workers.evidence import (
     collect,
     deviations,
     disagreements,
+    elements_due,
     nonfinite,
     norm_breaches,
     norm_disagreements,
@@ -252,7 +253,7 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     elif uncovered:
         index, step, end = uncovered[0]
         where = f"{end.value}, repeat {evidence.specs[index].repeat}, step {step}"
-        message = f"not all {evidence.num_elements} elements of {where} were compared"
+        message = f"not all {elements_due(evidence.spec)[end]} elements of {where} were compared"
         yield Reason("partly_compared", f"{evidence.title}: {message} ({len(uncovered)} such gaps).")
     untied = list(untied_steps(evidence)) if evidence.role is Role.SUBJECT else []
     if untied:
@@ -353,7 +354,8 @@ def _turns(gathered: Sequence[Evidence]) -> str:
 def _coverage(spec: TrialSpec) -> str:
     """Mesh and schedule in words; what is as by default is left out."""
     mesh = spec.mesh
-    named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x vpp={mesh.vpp}" if mesh.vpp > 1 else "")
+    named = f"dp={mesh.dp} x pp={mesh.pp}" + (f" x tp={mesh.tp}" if mesh.tp > 1 else "")
+    named += f" x vpp={mesh.vpp}" if mesh.vpp > 1 else ""
     named += f", {spec.schedule.value}" if spec.schedule is not Schedule.ONE_F_ONE_B else ""
     named += ", scatter overlapping backward" if spec.overlap else ""
     named += ", averaged in the collective" if spec.average_in_collective else ""

@@ -310,6 +310,7 @@ def _report(
 def _refuse_live_only(spec: TrialSpec) -> None:
     """What needs a real backward, an optimizer, or somebody to strike."""
     for name, present, remedy in (
+        ("tensor parallelism", spec.mesh.tp > 1, "its ranks meet inside the model; set tp to 1"),
         ("overlap", spec.overlap, "it starts inside a real backward; set overlap to false"),
         ("a drill", spec.drill is not None, "there is nobody to strike; leave it out"),
         ("more than one gpt step", spec.probe is ProbeName.GPT and spec.steps > 1, "nothing is updated; ask for 1"),

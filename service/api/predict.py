@@ -28,11 +28,13 @@ from workers.contract import ModelSpec, OrderingName
 from workers.errors import SpecError
 from workers.layout import RULES, LayoutVersion, resolve
 from workers.orderings import ORDERINGS
-from workers.prediction import Overlap, Prediction, predict_model
+from workers.prediction import BLIND_TO_OWNERS, Overlap, Prediction, predict_model, undivided
 from workers.public_models import MODELS
 
 MAX_DP = 16_384
 MAX_PP = 1_024
+MAX_DP_X_TP = 65_536
+"""Every tensor-parallel rank has its own dp shards, and each may be a range."""
 MAX_VPP = 64
 MAX_LAYERS = 4_096
 MAX_SIZE = 2**24
@@ -143,6 +145,8 @@ async def predict(request: Request) -> Response:
         raise invalid(broken)
     subject = _subject(asked)
     model, tied = _model(asked)
+    if rules := undivided(model, asked.mesh.tp):
+        raise invalid([FieldError("mesh.tp", asked.mesh.tp, rule, "choose a divisor of it") for rule in rules])
     # Off the event loop: the largest meshes take a tenth of a second.
     overlap = Overlap(asked.bucket_size) if asked.overlap else None
     prediction = await asyncio.to_thread(predict_model, subject, asked.mesh.spec(), model, tied=tied, overlap=overlap)
@@ -155,9 +159,9 @@ def _violations(asked: PredictRequest) -> Iterator[FieldError]:
         yield FieldError("version", asked.version, rule, "give the one that you mean")
     if isinstance(asked.model, str) and asked.model not in MODELS:
         yield FieldError("model", asked.model, f"must be one of {', '.join(MODELS)}", "name one, or give sizes")
-    if asked.ordering is OrderingName.MEAN_OF_MEANS:
+    if asked.ordering in BLIND_TO_OWNERS:
         rule = "goes wrong by what ranks hold, not by who owns it"
-        yield FieldError("ordering", asked.ordering.value, rule, "name another ordering")
+        yield FieldError("ordering", str(asked.ordering), rule, "name another ordering")
     if asked.bucket_size is not None and not asked.overlap:
         rule = "cuts buckets only with overlap, which is false"
         yield FieldError("bucket_size", asked.bucket_size, rule, "set overlap to true, or leave bucket_size out")
@@ -176,7 +180,7 @@ def _bounded(asked: PredictRequest) -> Iterator[tuple[str, int, int, int]]:
     mesh = asked.mesh
     yield "mesh.dp", mesh.dp, 1, MAX_DP
     yield "mesh.pp", mesh.pp, 1, MAX_PP
-    yield "mesh.tp", mesh.tp, 1, 1
+    yield "mesh.tp", mesh.tp, 1, MAX_DP_X_TP // min(max(mesh.dp, 1), MAX_DP)
     yield "mesh.vpp", mesh.vpp, 1, 1 if mesh.pp == 1 else MAX_VPP
     if asked.bucket_size is not None:
         yield "bucket_size", asked.bucket_size, 1, MAX_BUCKET_SIZE
@@ -198,7 +202,7 @@ def _subject(asked: PredictRequest) -> OrderingName | LayoutVersion:
 def _model(asked: PredictRequest) -> tuple[ModelSpec, bool]:
     if isinstance(asked.model, str):
         entry = MODELS[asked.model]
-        return entry.model, entry.tied
+        return entry.allocated(asked.mesh.tp), entry.tied
     return asked.model.spec(), True
 
 

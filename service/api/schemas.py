@@ -53,6 +53,7 @@ class MeshRequest(Strict):
     pp: int = Field(default=2, json_schema_extra={"minimum": 1})
     """Pipeline ranks."""
     tp: int = Field(default=1, json_schema_extra={"minimum": 1})
+    """Tensor-parallel ranks, with sequence parallelism. Must divide the model's heads, sequence and inner widths."""
     vpp: int = Field(default=1, json_schema_extra={"minimum": 1})
     """Model chunks a rank; with 2 or more, 1F1B is interleaved. Needs pp >= 2 and pp x vpp layers."""
 

@@ -217,7 +217,7 @@ def _report(step: int, world_rank: int) -> StepReport:
         dp_rank=world_rank,
         pp_rank=0,
         tp_rank=0,
-        divergence=tuple(_divergence(end) for end in End),
+        divergence=tuple(_divergence(end) for end in (End.WTE, End.LM_HEAD)),
         trace=tuple(TraceRow(phase, End.WTE, 0, 1024, -math.inf, 2.0, "ab") for phase in (Phase.LOCAL, Phase.FINAL)),
         tied=TiedRow(1024, 3, 0.5, 3, 0.0, 1024) if world_rank == 0 else None,
         replica=ReplicaRow("aa", "bb"),

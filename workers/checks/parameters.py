@@ -25,6 +25,7 @@ from workers.grad_sync import Prescale, mean_factors, prescale_of, scale_of
 from workers.intervals import Interval, Intervals, normalize, shift
 from workers.mesh import Members, dp_members
 from workers.orderings import ordering_of
+from workers.parameters import is_sequence_parallel
 from workers.prediction import trial_early, trial_exposed
 from workers.stacks.protocol import Stack
 
@@ -44,7 +45,7 @@ class Scene:
     @property
     def members(self) -> Members:
         """The replicas of this rank's stages, by dp_rank."""
-        return dp_members(self.spec.mesh, self.at.pp_rank)
+        return dp_members(self.spec.mesh, self.at.pp_rank, self.at.tp_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ class ParameterJudges:
         spec = scene.spec
         # Where the data-parallel sync is over when the ends are added, the tied weight is judged then, too.
         is_scattered = spec.mesh.pp > 1 and ordering_of(spec).ties_after_sync
-        inner = [each for each in named if each.parameter is not tied]
+        # What tensor-parallel ranks sum has a judge of its own (`workers.checks.layernorms`).
+        summed = [each for each in named if spec.mesh.tp > 1 and is_sequence_parallel(each.name)]
+        inner = [each for each in named if each.parameter is not tied and each not in summed]
         scattered = [each for each in named if each.parameter is tied and is_scattered]
         self._inner = ParameterJudge(scene, inner, final_sync(spec, _size(inner))) if inner else None
         self._scattered: ParameterJudge | None = None

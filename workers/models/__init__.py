@@ -1,6 +1,7 @@
 """The probes, split into pipeline stages: one set of verbs over the gpt and the exact model.
 
-Everything here is a function of the trial and of coordinates, never of the process it runs in. Must not communicate.
+Everything here is a function of the trial and of coordinates, never of the process it runs in. Must not communicate,
+save for what tensor-parallel ranks exchange inside a stage (`workers.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -8,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from workers.contract import Dtype, Normalization, ProbeName, TrialSpec
 from workers.exactness import takes_part
 from workers.faults import data_rank
 from workers.models import exact, gpt
+from workers.models.exact import ExactStage
+from workers.models.gpt import GptStage
+from workers.models.weights import Shard
 from workers.padding import valid_length
-from workers.parameters import first_layer, stage_layer_counts
+from workers.parameters import first_layer, padded_vocab_size, stage_layer_counts
+from workers.tensor_parallel import Flow, run_flow
+
+UNCUT = Shard()
+"""The whole model in one piece."""
 
 IGNORED = -100
 """The target of a token that does not count."""
@@ -32,39 +39,46 @@ def parameter_dtype(spec: TrialSpec) -> torch.dtype:
     return torch.bfloat16
 
 
-def build_stage(spec: TrialSpec, stage: int, device: torch.device, step: int = 0) -> nn.Module:
+def build_stage(
+    spec: TrialSpec, stage: int, device: torch.device, step: int = 0, shard: Shard = UNCUT
+) -> GptStage | ExactStage:
     """One stage of the pipeline with its weights of `step` (gpt: initial weights only). Equal on all dp ranks."""
     num_stages = spec.mesh.num_stages
     num_layers = stage_layer_counts(spec.model.num_layers, num_stages)[stage]
     is_first, is_last = stage == 0, stage == num_stages - 1
-    module: nn.Module
+    module: GptStage | ExactStage
     if spec.probe is ProbeName.EXACT:
-        module = exact.ExactStage(spec.model, num_layers, is_first, is_last)
+        module = exact.ExactStage(spec.model, num_layers, is_first, is_last, shard)
     else:
-        module = gpt.GptStage(spec.model, num_layers, is_first, is_last, parameter_dtype(spec))
+        module = gpt.GptStage(spec.model, num_layers, is_first, is_last, shard, parameter_dtype(spec))
     seed_weights(module, spec, stage, step)
     return module.to(device)
 
 
-def seed_weights(module: nn.Module, spec: TrialSpec, stage: int, step: int = 0) -> None:
+def seed_weights(module: GptStage | ExactStage, spec: TrialSpec, stage: int, step: int = 0) -> None:
     """Write the stage's weights of `step` in place, wherever its parameters' storage is.
 
     The exact probe needs this before every step (an optimizer leaves the integers); gpt has initial weights only.
     """
     layer = first_layer(spec.model.num_layers, spec.mesh.num_stages, stage)
-    if isinstance(module, exact.ExactStage):
+    if isinstance(module, ExactStage):
         exact.seed_weights(module, spec.model, spec.seed, layer, step)
     else:
         gpt.seed_weights(module, spec.model, spec.seed, layer)
 
 
 def stage_example(spec: TrialSpec, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shapes and dtypes of one microbatch at this stage's input and output, as tensors without storage (meta)."""
+    """Shapes and dtypes of one microbatch at this stage's input and output, as tensors without storage (meta).
+
+    Between stages each tp rank sends its part of the sequence; the last stage gives it its part of the logits.
+    """
     shape_BS = (spec.batch.micro_batch_size, spec.model.seq_len)
+    part_BS = (spec.batch.micro_batch_size, spec.model.seq_len // spec.mesh.tp)
+    vocab = padded_vocab_size(spec.model.vocab_size, spec.mesh.tp) // spec.mesh.tp
     dtype = parameter_dtype(spec)
-    hidden_BSH = torch.empty(*shape_BS, spec.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    hidden_BSH = torch.empty(*part_BS, spec.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
     tokens_BS = torch.empty(shape_BS, dtype=torch.int64, device="meta")
-    logits_BSV = torch.empty(*shape_BS, spec.model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
+    logits_BSV = torch.empty(*shape_BS, vocab, dtype=dtype, device="meta", requires_grad=True)
     return (
         tokens_BS if stage == 0 else hidden_BSH,
         logits_BSV if stage == spec.mesh.num_stages - 1 else hidden_BSH,
@@ -93,18 +107,22 @@ def count_valid(targets_BS: torch.Tensor) -> torch.Tensor:
     return (targets_BS != IGNORED).sum().view(1)
 
 
-def microbatch_loss(spec: TrialSpec) -> LossFunction:
+def microbatch_loss(spec: TrialSpec, shard: Shard = UNCUT) -> LossFunction:
     """The function of (logits, targets) whose gradients, summed over microbatches, are a dp rank's local gradients.
 
     gpt: the mean over tokens divided by the number of microbatches, as in Megatron-LM, or with num_tokens the sum over
-    valid tokens; exact: a weighted sum.
+    valid tokens; exact: a weighted sum. The function is collective over the tp ranks, all of which get the whole loss.
     """
+    return lambda logits_BSV, targets_BS: run_flow([loss_flow(spec, shard, logits_BSV, targets_BS)], shard.group)[0]
+
+
+def loss_flow(spec: TrialSpec, shard: Shard, logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> Flow[torch.Tensor]:
+    """The same, one rank's turn at a time."""
     if spec.probe is ProbeName.EXACT:
-        return exact.token_loss
+        return (yield from exact.token_loss(logits_BSV, targets_BS, shard))
     if spec.normalization is Normalization.NUM_TOKENS:
-        return gpt.token_loss_sum
-    num_microbatches = spec.batch.num_microbatches
-    return lambda logits_BSV, targets_BS: gpt.token_loss(logits_BSV, targets_BS) / num_microbatches
+        return (yield from gpt.token_loss(logits_BSV, targets_BS, shard, summed=True))
+    return (yield from gpt.token_loss(logits_BSV, targets_BS, shard)) / spec.batch.num_microbatches
 
 
 def mean_loss(spec: TrialSpec, losses: list[torch.Tensor], targets_BS: torch.Tensor) -> float:

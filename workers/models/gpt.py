@@ -2,7 +2,12 @@
 
 Parameter names and registration order are Megatron's (`workers.parameters`), because the buffer layout follows from
 them. No dropout, no fused kernels: each stage is a fixed list of deterministic operations, so that one process can
-repeat a rank's gradients bit for bit. Must not communicate and must not know about microbatches.
+repeat a rank's gradients bit for bit. Must not know about microbatches.
+
+Cut over tensor-parallel ranks as in Megatron-LM with sequence parallelism: between its layers each rank has one part of
+the sequence (layernorms and the biases behind row-parallel layers work there, on whole copies of their parameters);
+inside attention and MLP it has the whole sequence and its own heads and columns; the vocabulary is cut at both ends.
+Ranks meet only where a flow yields (`workers.tensor_parallel`).
 """
 
 from __future__ import annotations
@@ -16,6 +21,16 @@ from torch import nn
 from workers.contract import ModelSpec
 from workers.errors import SpecError
 from workers.models import draws
+from workers.models.vocabulary import cross_entropies, look_up
+from workers.models.weights import Shard, cut, whole_shape
+from workers.tensor_parallel import (
+    Flow,
+    gather_sequence,
+    reduce_replicated,
+    reduce_sequence,
+    run_flow,
+    split_sequence,
+)
 
 _INIT_STD = 0.02
 _LAYERNORM_EPSILON = 1e-5
@@ -31,7 +46,7 @@ class Table(nn.Module):
 
 
 class Affine(nn.Module):
-    """x W^T + b; unlike nn.Linear it spends no time on an initialisation that is overwritten."""
+    """x W^T + b, cut by outputs; unlike nn.Linear it spends no time on an initialisation that is overwritten."""
 
     def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,6 +56,15 @@ class Affine(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         return F.linear(x, self.weight, self.bias)
+
+
+class RowAffine(Affine):
+    """x W^T + b, cut by inputs: ranks' products are summed, each keeps a part of the sequence, b is added there."""
+
+    def flow(self, x_BSH: torch.Tensor) -> Flow[torch.Tensor]:
+        """[B, S, in_features] -> [B, S / tp, out_features]."""
+        summed = yield reduce_sequence(F.linear(x_BSH, self.weight))
+        return summed + self.bias
 
 
 class LayerNorm(nn.Module):
@@ -59,63 +83,70 @@ class LayerNorm(nn.Module):
 class Embedding(nn.Module):
     """Word embedding plus learned positions."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, shard: Shard, dtype: torch.dtype) -> None:
         super().__init__()
-        self.word_embeddings = Table(model.vocab_size, model.hidden_size, dtype)
+        self.tp_rank = shard.tp_rank
+        self.word_embeddings = Table(shard.vocab_rows(model), model.hidden_size, dtype)
         self.position_embeddings = Table(model.seq_len, model.hidden_size, dtype)
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """int64 [B, S] -> [B, S, H]."""
-        return F.embedding(tokens_BS, self.word_embeddings.weight) + self.position_embeddings.weight
+    def flow(self, tokens_BS: torch.Tensor) -> Flow[torch.Tensor]:
+        """int64 [B, S] -> [B, S / tp, H]."""
+        found = yield reduce_replicated(look_up(tokens_BS, self.word_embeddings.weight, self.tp_rank))
+        x_BSH = yield split_sequence(found + self.position_embeddings.weight)
+        return x_BSH
 
 
 class SelfAttention(nn.Module):
-    """Causal attention over `num_heads` heads."""
+    """Causal attention over this rank's heads."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, shard: Shard, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_heads = model.num_heads
-        self.linear_proj = Affine(model.hidden_size, model.hidden_size, dtype)
-        self.linear_qkv = Affine(model.hidden_size, 3 * model.hidden_size, dtype)
+        self.head_width = model.hidden_size // model.num_heads
+        width = shard.part(model.hidden_size)
+        self.linear_proj = RowAffine(width, model.hidden_size, dtype)
+        self.linear_qkv = Affine(model.hidden_size, 3 * width, dtype)
 
-    def forward(self, x_BSH: torch.Tensor, future_SS: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]; `future_SS` is True where a position must not look."""
-        size_B, size_S, size_H = x_BSH.shape
-        heads = self.linear_qkv(x_BSH).view(size_B, size_S, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+    def flow(self, x_BSH: torch.Tensor, future_SS: torch.Tensor) -> Flow[torch.Tensor]:
+        """[B, S / tp, H] -> [B, S / tp, H]; `future_SS` is True where a position must not look."""
+        whole_BSH = yield gather_sequence(x_BSH)
+        size_B, size_S, _ = whole_BSH.shape
+        heads = self.linear_qkv(whole_BSH).view(size_B, size_S, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)
-        scores = torch.matmul(query, key.transpose(-2, -1)) * (size_H // self.num_heads) ** -0.5
+        scores = torch.matmul(query, key.transpose(-2, -1)) * self.head_width**-0.5
         weights = scores.masked_fill(future_SS, float("-inf")).softmax(-1)
-        mixed_BSH = torch.matmul(weights, value).transpose(1, 2).reshape(size_B, size_S, size_H)
-        return self.linear_proj(mixed_BSH)  # type: ignore[no-any-return]
+        mixed_BSH = torch.matmul(weights, value).transpose(1, 2).reshape(size_B, size_S, -1)
+        return (yield from self.linear_proj.flow(mixed_BSH))
 
 
 class Mlp(nn.Module):
     """The feed-forward block, four times as wide as the hidden state, with GPT-2's tanh form of gelu."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, shard: Shard, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear_fc1 = Affine(model.hidden_size, 4 * model.hidden_size, dtype)
-        self.linear_fc2 = Affine(4 * model.hidden_size, model.hidden_size, dtype)
+        width = shard.part(4 * model.hidden_size)
+        self.linear_fc1 = Affine(model.hidden_size, width, dtype)
+        self.linear_fc2 = RowAffine(width, model.hidden_size, dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))  # type: ignore[no-any-return]
+    def flow(self, x_BSH: torch.Tensor) -> Flow[torch.Tensor]:
+        """[B, S / tp, H] -> [B, S / tp, H]."""
+        whole_BSH = yield gather_sequence(x_BSH)
+        return (yield from self.linear_fc2.flow(F.gelu(self.linear_fc1(whole_BSH), approximate="tanh")))
 
 
 class Layer(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, model: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, shard: Shard, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = LayerNorm(model.hidden_size, dtype)
-        self.self_attention = SelfAttention(model, dtype)
+        self.self_attention = SelfAttention(model, shard, dtype)
         self.pre_mlp_layernorm = LayerNorm(model.hidden_size, dtype)
-        self.mlp = Mlp(model, dtype)
+        self.mlp = Mlp(model, shard, dtype)
 
-    def forward(self, x_BSH: torch.Tensor, future_SS: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        x_BSH = x_BSH + self.self_attention(self.input_layernorm(x_BSH), future_SS)
-        return x_BSH + self.mlp(self.pre_mlp_layernorm(x_BSH))  # type: ignore[no-any-return]
+    def flow(self, x_BSH: torch.Tensor, future_SS: torch.Tensor) -> Flow[torch.Tensor]:
+        """[B, S / tp, H] -> [B, S / tp, H]."""
+        x_BSH = x_BSH + (yield from self.self_attention.flow(self.input_layernorm(x_BSH), future_SS))
+        return x_BSH + (yield from self.mlp.flow(self.pre_mlp_layernorm(x_BSH)))
 
 
 class Decoder(nn.Module):
@@ -123,66 +154,85 @@ class Decoder(nn.Module):
 
     future_SS: torch.Tensor
 
-    def __init__(self, model: ModelSpec, num_layers: int, is_last: bool, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, num_layers: int, is_last: bool, shard: Shard, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(model, dtype) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Layer(model, shard, dtype) for _ in range(num_layers))
         if is_last:
             self.final_layernorm = LayerNorm(model.hidden_size, dtype)
         future_SS = torch.ones(model.seq_len, model.seq_len, dtype=torch.bool).triu(1)
         self.register_buffer("future_SS", future_SS, persistent=False)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
+    def flow(self, x_BSH: torch.Tensor) -> Flow[torch.Tensor]:
+        """[B, S / tp, H] -> [B, S / tp, H]."""
         for layer in self.layers:
-            x_BSH = layer(x_BSH, self.future_SS)
+            x_BSH = yield from layer.flow(x_BSH, self.future_SS)  # type: ignore[operator]
         return self.final_layernorm(x_BSH) if hasattr(self, "final_layernorm") else x_BSH
 
 
 class GptStage(nn.Module):
-    """One pipeline stage. The first takes tokens, the last returns logits; with pp = 1 both share one weight."""
+    """One tp rank's part of one pipeline stage. The first takes tokens, the last returns its part of the logits.
 
-    def __init__(self, model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, dtype: torch.dtype) -> None:
+    A single stage uses its embedding as output layer too.
+    """
+
+    def __init__(
+        self, model: ModelSpec, num_layers: int, is_first: bool, is_last: bool, shard: Shard, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         if model.hidden_size % model.num_heads:
             raise SpecError(
                 f"num_heads {model.num_heads} does not divide hidden_size {model.hidden_size}: "
                 "every head needs the same width; choose a divisor"
             )
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first, self.is_last, self.shard = is_first, is_last, shard
         if is_first:
-            self.embedding = Embedding(model, dtype)
-        self.decoder = Decoder(model, num_layers, is_last, dtype)
+            self.embedding = Embedding(model, shard, dtype)
+        self.decoder = Decoder(model, num_layers, is_last, shard, dtype)
         if is_last and not is_first:
-            self.output_layer = Table(model.vocab_size, model.hidden_size, dtype)
+            self.output_layer = Table(shard.vocab_rows(model), model.hidden_size, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens int64 [B, S] or hidden state [B, S, H] -> hidden state [B, S, H] or logits [B, S, V]."""
-        x_BSH = self.decoder(self.embedding(x) if self.is_first else x)
-        return F.linear(x_BSH, self.output_weight) if self.is_last else x_BSH
+        """Tokens int64 [B, S] or hidden [B, S / tp, H] -> hidden or logits [B, S, V / tp]. Collective over tp."""
+        return run_flow([self.flow(x)], self.shard.group)[0]
+
+    def flow(self, x: torch.Tensor) -> Flow[torch.Tensor]:
+        """The same, one rank's turn at a time."""
+        if self.is_first:
+            x = yield from self.embedding.flow(x)
+        x_BSH = yield from self.decoder.flow(x)
+        if not self.is_last:
+            return x_BSH
+        whole_BSH = yield gather_sequence(x_BSH)
+        return F.linear(whole_BSH, self.output_weight)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """The weight of the output layer, [V, H]; last stage only."""
+        """The weight of the output layer, [V / tp, H]; last stage only."""
         return self.embedding.word_embeddings.weight if self.is_first else self.output_layer.weight
 
 
-def seed_weights(stage: nn.Module, model: ModelSpec, seed: int, first_layer: int) -> None:
+def seed_weights(stage: GptStage, model: ModelSpec, seed: int, first_layer: int) -> None:
     """Write the initial weights in place. `first_layer` is the global index of the stage's first layer."""
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
-            parameter.copy_(_initial_value(_global_name(name, first_layer), tuple(parameter.shape), model, seed))
+            shape = whole_shape(name, tuple(parameter.shape), stage.shard.tp)
+            parameter.copy_(cut(name, _initial_value(_global_name(name, first_layer), shape, model, seed), stage.shard))
 
 
-def token_loss(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the tokens, computed in float32 at least. Scalar."""
-    logits = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
-    return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten())
+def token_loss(
+    logits_BSV: torch.Tensor, targets_BS: torch.Tensor, shard: Shard, summed: bool = False
+) -> Flow[torch.Tensor]:
+    """Mean or sum of the cross-entropy over the tokens whose target counts (not -100), in float32 at least.
 
-
-def token_loss_sum(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy summed over the tokens whose target counts (not -100), in float32 at least. Scalar."""
-    logits = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
-    return F.cross_entropy(logits.flatten(0, -2), targets_BS.flatten(), reduction="sum")
+    Scalar, the same on every tp rank.
+    """
+    logits_BSV = logits_BSV if logits_BSV.dtype == torch.float64 else logits_BSV.float()
+    if shard.tp == 1:
+        flat = logits_BSV.flatten(0, -2), targets_BS.flatten()
+        return F.cross_entropy(*flat, reduction="sum" if summed else "mean")
+    counted_BS = targets_BS >= 0
+    total = ((yield from cross_entropies(logits_BSV, targets_BS, shard.tp_rank)) * counted_BS).sum()
+    return total if summed else total / counted_BS.sum()
 
 
 def draw_tokens(

@@ -53,7 +53,7 @@ class ReferenceStack:
             context.make_optimizer,
             self._weights,
             self._grads,
-            dp_members(context.mesh, context.at.pp_rank),
+            dp_members(context.mesh, context.at.pp_rank, context.at.tp_rank),
             context.at.world_rank,
             ordering.distributed_optimizer,
         )
@@ -66,7 +66,7 @@ class ReferenceStack:
 
     def _launcher(self, chunk: int) -> BucketLauncher:
         context, buffer = self._context, self._grads[chunk]
-        members = dp_members(context.mesh, context.at.pp_rank)
+        members = dp_members(context.mesh, context.at.pp_rank, context.at.tp_rank)
         phase = next(phase for phase in self._ordering.phases if phase in DP_PHASES)
 
         def start(bucket: int) -> Pending:

@@ -36,7 +36,7 @@ class OtherInitialWeights(Strike):
         spec, at = self.victim.spec, self.victim.at
         other = replace(spec, seed=spec.seed + 1)
         for stage, module in zip(spec.mesh.stages(at.pp_rank), modules, strict=True):
-            seed_weights(module, other, stage)
+            seed_weights(module, other, stage)  # type: ignore[arg-type]
 
     def before_forward(self) -> None:
         """See `Strike`."""

@@ -48,8 +48,10 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"average_in_collective": True, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16}),
         Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16, "dtype": BF16, "overlap": True, "bucket_size": 500}),
+        Composition(Mesh(2, 1, 2)),
+        # Without dp nothing of the tied weight can be wrong, and layernorms still can; 31 ids are padded to 32.
+        Composition(Mesh(1, 2, 2), {"model": replace(DEEP, vocab_size=31, num_heads=2)}),
     ],
-    8: [Composition(Mesh(4, 2), {"grad_reduce_dtype": BF16, "dtype": BF16})],
     6: [
         Composition(Mesh(3, 2, vpp=2)),
         Composition(Mesh(2, 3, vpp=2), {"model": DEEP}),
@@ -59,6 +61,12 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(3, 2), {"average_in_collective": True}),
         Composition(Mesh(3, 2), {"grad_reduce_dtype": BF16, "average_in_collective": True}),
         Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
+    ],
+    8: [
+        Composition(Mesh(4, 2), {"grad_reduce_dtype": BF16, "dtype": BF16}),
+        Composition(Mesh(2, 2, 2)),
+        Composition(Mesh(2, 2, 2, vpp=2), {"overlap": True, "bucket_size": 1000}),
+        Composition(Mesh(2, 2, 2), {"normalization": Normalization.NUM_TOKENS}),
     ],
 }
 

@@ -11,12 +11,12 @@ from measured import every_trial, runs
 from workers.contract import DeviationKind, Mesh, OrderingName, ProbeName, StepReport, TrialSpec, Verdict
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
-from workers.prediction import trial_misowned
+from workers.prediction import BLIND_TO_OWNERS, trial_misowned
 from workers.verdict import judge
 from workers.virtual import VirtualMesh, VirtualSession, compute_local_step
 
 # Every rank judges every element under all_reduce: seconds for each mesh as wide as these. The other needs num_tokens.
-LEFT_OUT = (OrderingName.ALL_REDUCE, OrderingName.MEAN_OF_MEANS)
+LEFT_OUT = (OrderingName.ALL_REDUCE, *BLIND_TO_OWNERS)
 SHARDED = tuple(name for name in OrderingName if name not in LEFT_OUT)
 
 

@@ -99,7 +99,7 @@ def test_help_is_not_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_predict_knows_the_reported_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["predict", "--json", "--version", "de4028a", "--version", "v0.14", "--ordering", "fixed"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["mesh"] == {"dp": 2, "pp": 2, "vpp": 1}
+    assert found["mesh"] == {"dp": 2, "pp": 2, "tp": 1, "vpp": 1}
     wrong = {entry["subject"]: entry["misowned_elements"] for entry in found["predictions"]}
     assert wrong == {"de4028a": 2048, "v0.14": 0, "fixed": 0}
 
@@ -108,12 +108,23 @@ def test_predict_knows_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ordering", "fixed", "--overlap", "--bucket-size", "8000", "--vpp", "2"]
     assert cli.run(["predict", "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["mesh"] == {"dp": 2, "pp": 2, "vpp": 2}
+    assert found["mesh"] == {"dp": 2, "pp": 2, "tp": 1, "vpp": 2}
     assert found["overlap"]
     assert found["predictions"][0]["wrong_elements"] > 0
     assert cli.run(["predict", "--bucket-size", "8000"]) == 3
     assert cli.run(["predict", "--overlap", "--bucket-size", "0"]) == 3
     assert cli.run(["predict", "--pp", "1", "--vpp", "2"]) == 3
+
+
+def test_predict_counts_over_all_tensor_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["predict", "--json", "--ordering", "buggy", "--tp", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (entry,) = found["predictions"]
+    assert (found["mesh"]["tp"], entry["num_elements"]) == (2, 2048)
+    assert entry["wrong_elements"] == sum(stop - start for start, stop in entry["ranges"])
+    assert sum(entry["misowned_by_wte_owner"]) == entry["wrong_elements"] > 0
+    assert cli.run(["predict", "--tp", "3"]) == 3
+    assert "--tp 3" in capsys.readouterr().err
 
 
 def test_predict_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:

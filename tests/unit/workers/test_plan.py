@@ -28,7 +28,8 @@ from workers.reference import exact_tied_gradients
 
 GPT = (ProbeName.GPT,)
 EXACT = (ProbeName.EXACT,)
-ALL = tuple(name for name in OrderingName if name is not OrderingName.MEAN_OF_MEANS)
+LAYERNORMS = (OrderingName.LAYERNORM_SKIPPED, OrderingName.LAYERNORM_AVERAGED)
+ALL = tuple(name for name in OrderingName if name not in (OrderingName.MEAN_OF_MEANS, *LAYERNORMS))
 BY_TOKENS = Normalization.NUM_TOKENS
 ODD = ModelSpec(vocab_size=64, hidden_size=31, num_layers=2, num_heads=1, seq_len=16)
 
@@ -52,7 +53,17 @@ def test_every_mesh_that_must_run_is_allowed_with_all_orderings(mesh: Mesh) -> N
 BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(mesh=Mesh(dp=0)), ("mesh", "dp")),
     (ExperimentSpec(mesh=Mesh(pp=-1)), ("mesh", "pp")),
-    (ExperimentSpec(mesh=Mesh(tp=2)), ("mesh", "tp")),
+    (ExperimentSpec(mesh=Mesh(tp=0)), ("mesh", "tp")),
+    (ExperimentSpec(mesh=Mesh(tp=3)), ("mesh", "tp")),
+    (ExperimentSpec(mesh=Mesh(tp=8), probes=GPT), ("mesh", "tp")),
+    (ExperimentSpec(mesh=Mesh(tp=4), model=ModelSpec(64, 12, 4, 4, 16), probes=EXACT), ("mesh", "tp")),
+    (ExperimentSpec(orderings=(OrderingName.LAYERNORM_SKIPPED,)), ("orderings", 0)),
+    (
+        ExperimentSpec(
+            mesh=Mesh(tp=3), model=ModelSpec(64, 12, 4, 3, 12), orderings=(OrderingName.LAYERNORM_AVERAGED,)
+        ),
+        ("orderings", 0),
+    ),
     (ExperimentSpec(mesh=Mesh(vpp=0)), ("mesh", "vpp")),
     (ExperimentSpec(mesh=Mesh(vpp=65), probes=EXACT), ("mesh", "vpp")),
     (ExperimentSpec(mesh=Mesh(2, 1, vpp=2)), ("mesh", "vpp")),
@@ -65,7 +76,10 @@ BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(overlap=True, bucket_size=0), ("bucket_size",)),
     (ExperimentSpec(normalization=BY_TOKENS, average_in_collective=True), ("average_in_collective",)),
     (ExperimentSpec(orderings=(OrderingName.MEAN_OF_MEANS,)), ("orderings", 0)),
-    (ExperimentSpec(orderings=tuple(OrderingName), normalization=BY_TOKENS, overlap=True), ("orderings", 5)),
+    (
+        ExperimentSpec(orderings=(*ALL, OrderingName.MEAN_OF_MEANS), normalization=BY_TOKENS, overlap=True),
+        ("orderings", 5),
+    ),
     (ExperimentSpec(bucket_size=8000), ("bucket_size",)),
     (ExperimentSpec(model="gpt5"), ("model",)),
     (ExperimentSpec(model=replace(TINY, vocab_size=1)), ("model", "vocab_size")),
@@ -121,9 +135,12 @@ def test_a_broken_rule_names_its_field_value_rule_and_remedy(spec: ExperimentSpe
         ExperimentSpec(mesh=Mesh(2, 2, vpp=2), batch=BatchSpec(1, 4)),
         ExperimentSpec(mesh=Mesh(2, 3, vpp=7), probes=EXACT),
         ExperimentSpec(mesh=Mesh(2, 4), schedule=Schedule.GPIPE, batch=BatchSpec(1, 1)),
+        ExperimentSpec(mesh=Mesh(tp=2), orderings=(*ALL, *LAYERNORMS)),
+        ExperimentSpec(mesh=Mesh(tp=3), model=ModelSpec(64, 12, 4, 3, 12), orderings=LAYERNORMS, probes=GPT),
+        ExperimentSpec(mesh=Mesh(tp=8), probes=EXACT),
         ExperimentSpec(overlap=True, orderings=ALL),
         ExperimentSpec(overlap=True, bucket_size=1),
-        ExperimentSpec(orderings=tuple(OrderingName), normalization=BY_TOKENS),
+        ExperimentSpec(orderings=(*ALL, OrderingName.MEAN_OF_MEANS), normalization=BY_TOKENS),
         ExperimentSpec(orderings=ALL, normalization=BY_TOKENS, overlap=True),
         ExperimentSpec(average_in_collective=True),
         ExperimentSpec(steps=50, repeats=2),

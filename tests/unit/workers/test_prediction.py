@@ -16,6 +16,7 @@ from workers.intervals import Interval, count
 from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout
 from workers.parameters import ParameterShape, gpt_stage_parameters
 from workers.prediction import (
+    BLIND_TO_OWNERS,
     Overlap,
     misowned_intervals,
     ordering_layouts,
@@ -29,7 +30,7 @@ from workers.public_models import MODELS
 ODD = ModelSpec(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, seq_len=16)
 
 
-BY_LAYOUT = [name for name in OrderingName if name is not OrderingName.MEAN_OF_MEANS]
+BY_LAYOUT = [name for name in OrderingName if name not in BLIND_TO_OWNERS]
 
 
 def odd_stage(pp_rank: int) -> tuple[ParameterShape, ...]:
@@ -234,10 +235,11 @@ def test_a_mean_of_means_exposes_everything_where_ranks_hold_unlike_numbers() ->
 
 
 def test_what_is_not_known_is_refused() -> None:
-    with pytest.raises(SpecError, match="name another ordering"):
-        predict_model(OrderingName.MEAN_OF_MEANS, Mesh(2, 2), TINY)
-    with pytest.raises(SpecError, match="no tensor parallelism"):
-        predict_model(OrderingName.BUGGY, Mesh(2, 2, tp=2), TINY)
+    for ordering in BLIND_TO_OWNERS:
+        with pytest.raises(SpecError, match="name another ordering"):
+            predict_model(ordering, Mesh(2, 2), TINY)
+    with pytest.raises(SpecError, match="tp 3 does not divide"):
+        predict_model(OrderingName.BUGGY, Mesh(2, 2, tp=3), TINY)
     twice = [ParameterShape("a", (2,), True), ParameterShape("b", (2,), True)]
     with pytest.raises(SpecError, match="one copy of the tied weight at most"):
         predict(OrderingName.BUGGY, Mesh(2, 2), twice, twice)

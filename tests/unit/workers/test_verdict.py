@@ -140,7 +140,7 @@ def test_misowned_elements_that_measure_right_are_no_mismatch() -> None:
 # --- fail ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", list(End))
+@pytest.mark.parametrize("end", [End.WTE, End.LM_HEAD])
 @pytest.mark.parametrize("ordering", [FIXED, OWN_BUCKET])
 def test_one_diverged_element_of_a_subject(ordering: OrderingName, end: End) -> None:
     change = with_row(diverged_elements=1, unexpected_elements=1, first_diverged=7, last_diverged=7, max_abs_error=1e-3)
@@ -389,7 +389,7 @@ def test_a_control_that_was_not_seen() -> None:
     assert "none of the 8192 elements" in judgement.reasons[0].message
 
 
-@pytest.mark.parametrize("end", list(End))
+@pytest.mark.parametrize("end", [End.WTE, End.LM_HEAD])
 @pytest.mark.parametrize(
     "values",
     [{"missed_elements": 1}, {"unexpected_elements": 1}, {"missed_elements": 1, "unexpected_elements": 1}],

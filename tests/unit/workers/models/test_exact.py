@@ -8,6 +8,7 @@ import torch
 from workers.contract import TINY, BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.errors import SpecError
 from workers.models import build_stage, exact, microbatches
+from workers.tensor_parallel import WHOLE, run_flow
 
 CPU = torch.device("cpu")
 SPEC = TrialSpec(ProbeName.EXACT, OrderingName.FIXED, Mesh(2, 1), TINY, BatchSpec(1, 4))
@@ -48,7 +49,7 @@ def test_hidden_state_grows_linearly_and_keeps_its_signs():
     stage = build_stage(spec, 0, CPU)
     tokens, _ = microbatches(spec, 0, 0, CPU)
     x = stage.embedding.word_embeddings.weight[tokens]
-    out = stage.decoder(x)
+    [out] = run_flow([stage.decoder.flow(x)], WHOLE)
     sized = out * exact.draw_signs(model, 0, 0)
     assert sized.min() >= 1
     assert sized.max() <= 2 + 2 * model.num_layers

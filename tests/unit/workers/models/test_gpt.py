@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from workers.contract import TINY, BatchSpec, Dtype, Mesh, OrderingName, ProbeName, TrialSpec
 from workers.errors import SpecError
-from workers.models import build_stage, gpt, microbatch_loss, microbatches
+from workers.models import UNCUT, build_stage, gpt, microbatch_loss, microbatches
+from workers.tensor_parallel import WHOLE, run_flow
 
 CPU = torch.device("cpu")
 SPEC = TrialSpec(ProbeName.GPT, OrderingName.FIXED, Mesh(1, 1), TINY, BatchSpec(1, 2))
@@ -28,7 +29,8 @@ def test_attention_equals_torch_s():
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     query, key, value = (part.view(2, 16, 4, 8).transpose(1, 2) for part in layer.linear_qkv(x).chunk(3, dim=-1))
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer(x, future), layer.linear_proj(mixed))
+    [attended] = run_flow([layer.flow(x, future)], WHOLE)
+    torch.testing.assert_close(attended, layer.linear_proj(mixed))
 
 
 def test_gradients_are_means_over_all_tokens_of_the_microbatches():
@@ -44,8 +46,9 @@ def test_gradients_are_means_over_all_tokens_of_the_microbatches():
 
 def test_loss_is_float32_for_bfloat16_logits_and_float64_for_float64():
     logits, targets = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
-    assert gpt.token_loss(logits.bfloat16(), targets).dtype == torch.float32
-    assert gpt.token_loss(logits.double(), targets).dtype == torch.float64
+    for given, computed in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        [loss] = run_flow([gpt.token_loss(logits.to(given), targets, UNCUT)], WHOLE)
+        assert loss.dtype == computed
 
 
 def test_bfloat16_parameters_are_the_rounded_float32_ones():
