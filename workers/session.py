@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from workers.checks.fingerprint import node_name, read_fingerprint
 from workers.contract import (
+    REFERENCE_STACK,
     Device,
     End,
     Fingerprint,
@@ -178,7 +179,8 @@ class ReplayMemo:
         if spec.probe is ProbeName.GPT and step > 0:
             return None
         # Neither the ordering nor the number of steps changes the data or the weights.
-        key = (replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None), step, dp_rank)
+        data = replace(spec, ordering=OrderingName.FIXED, stack=REFERENCE_STACK, steps=1, repeat=0, drill=None)
+        key = (data, step, dp_rank)
         if key not in self._known:
             if len(self._known) >= MAX_CACHED_REPLAYS:
                 self._known.popitem(last=False)

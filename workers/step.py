@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workers.checks.replicas import digest
 from workers.communicator import Communicator, ProcessGroups
 from workers.contract import (
+    REFERENCE_STACK,
     Coordinates,
     DivergenceRow,
     End,
@@ -25,6 +26,7 @@ from workers.contract import (
     ProbeName,
     RankPhase,
     ReplicaRow,
+    StackRow,
     StepReport,
     TiedRow,
     TraceRow,
@@ -34,6 +36,7 @@ from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
+from workers.foreign import ForeignStack
 from workers.grad_buffer import select
 from workers.grad_sync import prescale_of, scale_of, token_divisor
 from workers.intervals import Interval, Intervals
@@ -122,7 +125,8 @@ class RankTrial:
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
         self._build(groups, device)
-        self._expectation = expect(spec, self._ordering)
+        expectation = expect(spec, self._ordering)
+        self._expectation = self._foreign.expect(expectation) if self._foreign else expectation
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
         spec, at = self._spec, self._at
@@ -137,7 +141,9 @@ class RankTrial:
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
         self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         # Before the stack's hooks, so that they see a gradient before the stack does.
-        self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
+        watched = spec.overlap or spec.stack != REFERENCE_STACK
+        self._local = LocalGradients(tuple(self._parameters()), self._tied) if watched else None
+        self._foreign: ForeignStack | None = None
         self._stack = self._build_stack(groups, layouts)
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self._device = device
@@ -153,6 +159,7 @@ class RankTrial:
             modules=self._modules,
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
+            pp_group=groups[pp_members(spec.mesh, at.dp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
             communicator=self._struck(self._communicator),
             divisor=self._prescale.divisor,
@@ -161,6 +168,10 @@ class RankTrial:
             probe=spec.probe,
             num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
+        if spec.stack != REFERENCE_STACK and self._local is not None:
+            self._foreign = ForeignStack(spec, context, self._local, self._communicator)
+            self._shards = self._foreign.shards
+            return self._foreign.stack
         return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
 
     def _struck(self, communicator: ProcessGroups) -> Communicator:
@@ -183,15 +194,19 @@ class RankTrial:
         num_nonfinite = count_nonfinite(*map(self._local_grad, self._parameters()))
         local_P, trace = self._observe_local()
         self._synchronise(step, trace)
+        if self._foreign is not None:
+            self._enter(RankPhase.STATISTICS, step)
+            self._foreign.remember()
         self._enter(RankPhase.OPTIMIZER, step)
         self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        stack = self._foreign.conclude() if self._foreign else None
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite)
+        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite, stack)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -206,6 +221,8 @@ class RankTrial:
             for stage, module in zip(self._stages, self._modules, strict=True):
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
+        if self._foreign is not None:
+            self._foreign.begin_step()
         self._stack.zero_grad()
         if self._local is not None:
             self._local.zero()
@@ -244,6 +261,10 @@ class RankTrial:
 
         self._enter(next(upcoming), step)
         self._stack.finalize(observe)
+        if trace and trace[-1].phase is Phase.LOCAL and self._tied is not None:
+            # A foreign stack need not show its phases.
+            trace.extend(self._trace(Phase.FINAL, self._stack.grad(self._tied)))
+            return
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
 
@@ -264,7 +285,7 @@ class RankTrial:
         holding = Holding(
             local_P=local_P,
             replay=self._replay(self._spec, step, neighbour, self._end),
-            synced_P=self._stack.grad(self._tied),
+            synced_P=self._foreign.synced(self._tied) if self._foreign else self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
             late_P=None if self._local is None else self._local.last_P,
             answer=self._answer(step),
@@ -299,6 +320,7 @@ class RankTrial:
         replica: ReplicaRow,
         loss: float | None,
         num_nonfinite: int,
+        stack: StackRow | None,
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -318,6 +340,7 @@ class RankTrial:
             loss=loss,
             seconds=dict(self._clock.seconds),
             nonfinite_elements=num_nonfinite,
+            stack=stack,
         )
 
 

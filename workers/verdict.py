@@ -17,6 +17,7 @@ from workers.contract import (
     Reason,
     Role,
     Schedule,
+    StackFault,
     StepReport,
     TrialSpec,
     TrialSummary,
@@ -28,7 +29,9 @@ from workers.evidence import (
     disagreements,
     nonfinite,
     sift,
+    stack_findings,
     summarise,
+    unaudited_steps,
     uncovered_steps,
     untied_steps,
 )
@@ -88,6 +91,20 @@ def _failures(evidence: Evidence) -> Iterator[Reason]:
         yield Reason("replicas_disagree", f"{evidence.title}: {message} ({len(apart)} such pairs).")
     if evidence.role is Role.SUBJECT:
         yield from _subject_failures(evidence)
+    yield from _stack_failures(evidence)
+
+
+def _stack_failures(evidence: Evidence) -> Iterator[Reason]:
+    """What else a foreign stack got wrong: one reason for each kind, with the parameters that it hit."""
+    found = list(stack_findings(evidence))
+    for fault in StackFault:
+        of_kind = [(report, finding) for report, finding in found if finding.fault is fault]
+        if of_kind:
+            report, first = of_kind[0]
+            others = sorted({finding.parameter for _, finding in of_kind} - {first.parameter})
+            also = f"; also {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
+            message = f"{first.parameter} {first.detail}, {_at(report)}{also} ({len(of_kind)} such findings)"
+            yield Reason(f"stack_{fault.value}", f"{evidence.title}: {message}.")
 
 
 def _subject_failures(evidence: Evidence) -> Iterator[Reason]:
@@ -141,6 +158,15 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     if untied:
         message = f"the two ends were not compared with each other in full in {len(untied)} steps"
         yield Reason("ends_not_compared", f"{evidence.title}: {message}.")
+    unaudited = list(unaudited_steps(evidence))
+    if unaudited:
+        index, step, pp_rank = unaudited[0]
+        where = f"pp_rank {pp_rank}, repeat {evidence.specs[index].repeat}, step {step}"
+        message = f"not every parameter of {where} was judged ({len(unaudited)} such gaps)"
+        yield Reason("stack_not_judged", f"{evidence.title}: {message}.")
+    origins = sorted({str(report.stack.origin) for report in evidence.reports if report.stack is not None})
+    if len(origins) > 1:
+        yield Reason("stack_differs", f"{evidence.title}: the ranks do not run the same code: {'; '.join(origins)}.")
 
 
 def _control_doubts(evidence: Evidence) -> Iterator[Reason]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from workers.checks.replicas import digest
 from workers.communicator import VirtualRanks
-from workers.contract import Device, OrderingName, ProbeName, ReplicaRow, StepReport, TrialSpec
+from workers.contract import REFERENCE_STACK, Device, OrderingName, ProbeName, ReplicaRow, StepReport, TrialSpec
 from workers.divergence import EndJudgement, judge_pieces
 from workers.errors import SpecError
 from workers.exchange import Expectation, Piece, cut_pieces
@@ -261,6 +261,7 @@ def _refuse_live_only(spec: TrialSpec) -> None:
     """What needs a real backward, an optimizer, or somebody to strike."""
     for name, present, remedy in (
         ("overlap", spec.overlap, "it starts inside a real backward; set overlap to false"),
+        ("somebody else's stack", spec.stack != REFERENCE_STACK, "it needs process groups; run it on real ranks"),
         ("a drill", spec.drill is not None, "there is nobody to strike; leave it out"),
         ("more than one gpt step", spec.probe is ProbeName.GPT and spec.steps > 1, "nothing is updated; ask for 1"),
         ("cuda", spec.device is not Device.CPU, "virtual ranks compute on the cpu; ask for that"),

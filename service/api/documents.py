@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
 from service.domain.validation import Cause, State, Validation
-from workers.contract import DeviationKind, End, OrderingName, Phase, ProbeName, Role, Verdict
+from workers.contract import DeviationKind, End, Phase, ProbeName, Role, TrialOrdering, Verdict
 from workers.encoding import dumps, plain
 
 JSON = "application/json"
@@ -44,7 +44,8 @@ class TrialDocument(Document):
     """One probe under one ordering; counts are summed over both ends, all steps and all repeats."""
 
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
+    """`stack` where a stack other than `reference` ran, as the request named it."""
     role: Role
     predicted_diverged_elements: int
     diverged_elements: int
@@ -116,7 +117,7 @@ class ReportRow(Document):
 
     trial_index: int
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
     repeat: int
     step: int
     world_rank: int

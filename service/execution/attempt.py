@@ -31,7 +31,7 @@ from service.execution.outbox import GangFailure
 from service.execution.placement import resolve_device, shortfall
 from service.execution.pool import Pool
 from service.execution.ray_train import TrainGang, TrainSite
-from workers.contract import Launcher, StepReport, TrialSpec
+from workers.contract import Device, Launcher, StepReport, TrialSpec
 from workers.plan import trials
 
 PROGRESS_INTERVAL_S = 0.03
@@ -186,8 +186,13 @@ class Attempt:
     async def _fail_overdue(self) -> None:
         if (detail := self._never_reserved()) is None:
             assert self._gang is not None
-            detail = deadline_detail(self._start.remaining_s, await self._gang.whereabouts())
+            ranks = await self._gang.whereabouts()
+            detail = deadline_detail(self._start.remaining_s, ranks, self._stacks())
         await self._fail(detail)
+
+    def _stacks(self) -> tuple[str, ...]:
+        """Whose code ran, by trial index."""
+        return tuple(trial.stack for trial in trials(self._start.spec, Device.CPU))
 
     def _never_reserved(self) -> FailureDetail | None:
         spec, remaining_s = self._start.spec, self._start.remaining_s

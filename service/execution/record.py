@@ -24,6 +24,7 @@ from service.storage import queue
 from service.storage.events import append_many
 from service.storage.session import Connection, Database
 from workers.contract import Fingerprint, Judgement, TrialSpec
+from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
 from workers.verdict import judge
 
@@ -168,7 +169,13 @@ class Record:
         reports = self._chronicle.reports if self._chronicle is not None else []
         if isinstance(end, Judgement):
             return await queue.complete(
-                connection, validation_id, attempt, end, reports, self._fingerprint, self._timings
+                connection,
+                validation_id,
+                attempt,
+                end,
+                reports,
+                sign_fingerprints(self._fingerprint, reports),
+                self._timings,
             )
         if isinstance(end, Failed):
             detail = end.detail if end.leak is None else _with_leak(end.detail, end.leak)

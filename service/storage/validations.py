@@ -22,7 +22,7 @@ from service.storage.reports import ranks_page as ranks_page
 from service.storage.reports import trace_page as trace_page
 from service.storage.session import Connection
 from service.storage.tables import trials, validations
-from workers.contract import SCHEMA_VERSION, OrderingName, ProbeName, Reason, Role, TrialSummary, Verdict
+from workers.contract import SCHEMA_VERSION, ProbeName, Reason, Role, TrialSummary, Verdict, trial_ordering
 from workers.verdict import VERDICT_RULES_VERSION
 
 
@@ -185,7 +185,7 @@ def _to_trial(row: Row[Any]) -> TrialSummary:
         **values
         | {
             "probe": ProbeName(row.probe),
-            "ordering": OrderingName(row.ordering),
+            "ordering": trial_ordering(row.ordering),
             "role": Role(row.role),
             "missing_reports": tuple((repeat, step, world_rank) for repeat, step, world_rank in row.missing_reports),
         }
