@@ -73,10 +73,13 @@ def unknown_stack(name: str, known: tuple[str, ...]) -> str:
 
 
 def load_factory(origin: StackOrigin) -> Callable[[Any], Any]:
-    """Import a stack's factory (`workers.stacks.protocol.StackFactory`). Raises StackError where its module or attribute cannot be had."""
+    """Import a stack's factory (`workers.stacks.protocol.StackFactory`).
+
+    Raises StackError where its module or attribute cannot be had.
+    """
     module_name, _, attribute = origin.target.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        found: object = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,3 +138,26 @@ def test_a_broken_stack_is_an_error_that_names_it(stack: str) -> None:
     assert cause.phase is (RankPhase.DP_SYNC if stack == "raises" else cause.phase)
     if stack not in ("nobodys", "missing-module"):
         assert "acme-stack 1.2" in cause.message
+
+
+def test_the_readmes_stack_works_as_it_is_printed(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    section = (root / "README.md").read_text().split("## Your own stack", 1)[1]
+    code, commands = re.findall(r"```(?:python|sh)\n(.*?)```", section, re.DOTALL)[:2]
+    (tmp_path / "acme_stack.py").write_text(code)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone"
+    commands = commands.replace("PYTHONPATH=$PWD", f"PYTHONPATH={root}:$PWD").replace("torchrun", torchrun)
+    ended = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("GRADGATE_", "RANK", "WORLD"))},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["verdict"]) == (0, "pass"), report["reasons"]
+    assert [trial["ordering"] for trial in report["trials"]].count("stack") == 2
+    origin = {"name": "acme", "target": "acme_stack:AcmeStack", "distribution": None, "version": None}
+    assert [rank["stack"] for rank in report["fingerprint"]] == [origin] * 4
