@@ -111,10 +111,20 @@ class VirtualMesh:
         tokens = counted_tokens(self.spec)
         sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
 
+    def assemble(self, end_index: int) -> Tensor:
+        """An end's whole gradient (0 for wte, 1 for lm_head), each element from an owner; float32 [P]."""
+        dp = self.spec.mesh.dp
+        whole_P = self.local_CP.new_full((self.local_CP.shape[1],), torch.nan)
+        for index in range(end_index * dp, (end_index + 1) * dp):
+            grad_P = self.tied(self.members[index])
+            for part in self.expectation.owned[index]:
+                whole_P[part.start : part.stop] = grad_P[part.start : part.stop]
+        return whole_P
+
     def judge(self, replay_CP: Tensor, floor_C: Tensor) -> dict[int, EndJudgement]:
         """Every holder's judgement by world rank. `replay_CP` float32 [C, P] and `floor_C` [C] as in `Piece`."""
         dp, spec = self.spec.mesh.dp, self.spec
-        last_end = self._assemble(self.members[dp:]) if len(self.members) > dp and self.expectation.sharded else None
+        last_end = self.assemble(1) if len(self.members) > dp and self.expectation.sharded else None
         asked = spec.probe is ProbeName.EXACT and dp * replay_CP.shape[1] <= MAX_ANSWER_ELEMENTS
         answer = (lambda: signed_tied_sum(spec, self.step)) if asked else None
 
@@ -146,14 +156,6 @@ class VirtualMesh:
             other_weight_n=None,
             late_Cn=None,
         )
-
-    def _assemble(self, end: Sequence[int]) -> Tensor:
-        """One end's gradient, each element from its owner; float32 [P]."""
-        whole_P = self.local_CP.new_full((self.local_CP.shape[1],), torch.nan)
-        for rank in end:
-            for part in self.expectation.owned[self.members.index(rank)]:
-                whole_P[part.start : part.stop] = self.tied(rank)[part.start : part.stop]
-        return whole_P
 
 
 def compute_local_step(spec: TrialSpec, step: int) -> LocalStep:

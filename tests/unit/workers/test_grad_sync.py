@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import pytest
 import torch
+from lockstep import Lockstep
+from torch import Tensor
 
-from workers.communicator import VirtualRanks
+from workers.communicator import Pending, ProcessGroups, VirtualRanks
 from workers.contract import Mesh, Normalization, OrderingName, Phase, ProbeName
 from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer
 from workers.grad_sync import Prescale, TokenCounts, prescale_for, sync_gradients, token_divisor
 from workers.layout import RULES, LayoutVersion, PrescaleKind, build_layout
+from workers.mesh import Members
 from workers.orderings import ORDERINGS
 from workers.parameters import ParameterShape
 
@@ -101,17 +106,26 @@ def test_one_stage_has_nothing_to_tie() -> None:
     assert made[1].tied_grad().tolist() == [5.5] * 4
 
 
-def by_tokens(name: OrderingName, mesh: Mesh) -> dict[int, GradBuffer]:
+def by_tokens(name: OrderingName, mesh: Mesh, alone: bool = False) -> dict[int, GradBuffer]:
     """Pipeline 0 has 30 valid tokens, pipeline 1 has 10; only its last stage knows."""
     ordering = ORDERINGS[name].normalized(Normalization.NUM_TOKENS)
     made = buffers(mesh, 8, ordering.layout)
-    chunks = {rank: [buffer] for rank, buffer in made.items()}
     last = mesh.pp - 1
     at = {rank: mesh.coordinates(rank) for rank in made}
     counts = {rank: torch.tensor([(30, 10)[at[rank].dp_rank] if at[rank].pp_rank == last else 0]) for rank in made}
     prescale = Prescale(PrescaleKind.DIVIDE, mesh.dp if ordering.averages_means else 1)
-    virtual, tokens = VirtualRanks(mesh.world_size), TokenCounts(ProbeName.GPT, counts)
-    sync_gradients(ordering, mesh, chunks, virtual, prescale, lambda _: None, tokens=tokens)
+    tokens = TokenCounts(ProbeName.GPT, counts)
+
+    def rank_main(rank: int, communicator: ProcessGroups) -> None:
+        held = {rank: [made[rank]]}
+        sync_gradients(ordering, mesh, held, communicator, prescale, lambda _: None, tokens=tokens)
+
+    if alone:
+        Lockstep(mesh.world_size).run(rank_main)
+    else:
+        chunks = {rank: [buffer] for rank, buffer in made.items()}
+        virtual = VirtualRanks(mesh.world_size)
+        sync_gradients(ordering, mesh, chunks, virtual, prescale, lambda _: None, tokens=tokens)
     return made
 
 
@@ -167,3 +181,74 @@ def test_exact_scales_by_a_power_of_two_and_gpt_by_dp(dp: int, divisor: int) -> 
     scaled = integers.clone()
     prescale_for(ordering, ProbeName.EXACT, dp).apply(scaled)
     assert torch.equal(scaled * divisor, integers)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(2, 3), Mesh(4, 2)], ids=str)
+@pytest.mark.parametrize("name", [name for name in OrderingName if name is not OrderingName.MEAN_OF_MEANS])
+def test_a_rank_alone_does_its_part_of_what_all_do_together(name: OrderingName, mesh: Mesh) -> None:
+    ordering = ORDERINGS[name]
+    together, _ = run(name, mesh)
+    alone = buffers(mesh, 8, ordering.layout)
+    prescale = prescale_for(ordering, ProbeName.GPT, mesh.dp)
+
+    def rank_main(rank: int, communicator: ProcessGroups) -> None:
+        sync_gradients(ordering, mesh, {rank: [alone[rank]]}, communicator, prescale, lambda _: None)
+
+    Lockstep(mesh.world_size).run(rank_main)
+    for rank, buffer in alone.items():
+        assert torch.equal(buffer.main_grad, together[rank].main_grad), rank
+
+
+@pytest.mark.parametrize("name", [OrderingName.FIXED, OrderingName.OWN_BUCKET, OrderingName.MEAN_OF_MEANS])
+def test_a_rank_alone_divides_by_the_tokens_that_all_divide_by_together(name: OrderingName) -> None:
+    alone, together = by_tokens(name, Mesh(2, 3), alone=True), by_tokens(name, Mesh(2, 3))
+    for rank, buffer in alone.items():
+        assert torch.equal(buffer.main_grad, together[rank].main_grad), rank
+
+
+class Postponed(VirtualRanks):
+    """Collectives that do nothing before somebody waits for them."""
+
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, Tensor]) -> Pending:
+        return Later(lambda: self.reduce_scatter(members, buckets))
+
+    def start_all_reduce(self, members: Members, tensors: Mapping[int, Tensor]) -> Pending:
+        return Later(lambda: self.all_reduce(members, tensors))
+
+
+class Later:
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.wait = act
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("name", [OrderingName.BUGGY, OrderingName.ALL_REDUCE])
+def test_a_bucket_s_sum_is_waited_for(name: OrderingName, average: bool) -> None:
+    mesh, ordering = Mesh(2, 2), ORDERINGS[name]
+    made, prescale = buffers(mesh, 8, ordering.layout), prescale_for(ordering, ProbeName.GPT, 2, average)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    sync_gradients(ordering, mesh, chunks, Postponed(mesh.world_size), prescale, lambda _: None)
+    right, _ = run(name, mesh, average=average)
+    for rank, buffer in made.items():
+        assert torch.equal(buffer.main_grad, right[rank].main_grad), rank
+
+
+@pytest.mark.parametrize("name", [OrderingName.BUGGY, OrderingName.FIXED])
+def test_what_was_started_in_backward_is_finished_where_its_phase_stands(name: OrderingName) -> None:
+    mesh, ordering, order = Mesh(2, 2), ORDERINGS[name], []
+    made = buffers(mesh, 8, ordering.layout)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    prescale = prescale_for(ordering, ProbeName.GPT, 2)
+    communicator = VirtualRanks(mesh.world_size)
+    sync_gradients(ordering, mesh, chunks, communicator, prescale, order.append, lambda: order.append("finished"))
+    scattered = ["finished", Phase.SCATTERED]
+    assert order == ([*scattered, Phase.TIED] if name is OrderingName.BUGGY else [Phase.TIED, *scattered])
+    # Nothing was scattered again: the tie alone changed anything.
+    assert made[0].tied_grad().tolist() == [1 + 100] * 4
+    assert made[0].grad("other").tolist() == [1] * 4
+
+
+def test_what_is_not_summed_keeps_its_whole_value_where_the_collective_averages() -> None:
+    before, within = (Prescale(PrescaleKind.DIVIDE, 4, in_collective) for in_collective in (False, True))
+    assert (before.factor, before.local_factor) == (0.25, 0.25)
+    assert (within.factor, within.local_factor) == (0.25, 1.0)

@@ -68,6 +68,14 @@ def test_every_version_measures_what_it_predicts(version: LayoutVersion, probe: 
         assert misowned == 0
 
 
+@pytest.mark.parametrize("probe", list(ProbeName))
+def test_averaging_in_the_collective_measures_what_it_predicts(probe: ProbeName) -> None:
+    spec = replace(SPEC, probe=probe, mesh=Mesh(3, 2), batch=BatchSpec(1, 4), average_in_collective=True)
+    rows = [row for report in VirtualSession().run([spec]) for row in report.divergence]
+    assert sum(row.missed_elements + row.unexpected_elements + row.reference_exceeded_elements for row in rows) == 0
+    assert sum(row.diverged_elements for row in rows) == sum(row.predicted_elements for row in rows) > 0
+
+
 def test_a_rank_that_gave_nothing_is_seen() -> None:
     spec = replace(SPEC, probe=ProbeName.EXACT, ordering=OrderingName.OWN_BUCKET, batch=BatchSpec(1, 4))
     local = compute_local_step(spec, 0)

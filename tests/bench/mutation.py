@@ -1,0 +1,278 @@
+"""Breaks the numerics one line at a time, to see that the tests notice: phases, layout rules, comparisons.
+
+    python tests/bench/mutation.py [--only grad_sync] [--list] [--jobs 2]
+
+Every call, comparison, condition, sign and constant of `grad_sync.py`, `layout.py` and `divergence.py` is changed
+alone in a temporary copy of the tree, and the narrow tests of that file run until one fails. Prints each change that
+none noticed, and the sums; exits with 1 where one survived. What changes nothing is listed below, with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 180
+
+TESTS = {
+    "grad_sync": (
+        "tests/unit/workers/test_grad_sync.py",
+        "tests/golden/test_final.py",
+        "tests/unit/workers/test_virtual.py",
+    ),
+    "layout": (
+        "tests/unit/workers/test_layout.py",
+        "tests/golden/test_layout.py",
+        "tests/unit/workers/test_prediction.py",
+        "tests/unit/workers/test_grad_sync.py",
+    ),
+    "divergence": (
+        "tests/unit/workers/test_virtual.py",
+        "tests/unit/workers/test_deviation.py",
+        "tests/unit/workers/test_divergence.py",
+    ),
+}
+NOT_WITHOUT_PROCESSES = "not gloo_ranks"
+"""The same golden vectors run on virtual ranks, in milliseconds."""
+
+EQUIVALENT: dict[tuple[str, str], str] = {
+    ("grad_sync", "all_reduce_tied: if mesh.pp == 1 -> if False"): "a sum over the one member of a group of one",
+}
+"""(file, change) -> why no test could see it."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed file."""
+
+    file: str
+    line: int
+    function: str
+    change: str
+    source: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.function}: {self.change}"
+
+
+SWAPS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Add,),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Mult,),
+    ast.Mod: (ast.Mult,),
+    ast.BitAnd: (ast.BitOr,),
+    ast.BitOr: (ast.BitAnd,),
+    ast.And: (ast.Or,),
+    ast.Or: (ast.And,),
+}
+NAMES = {"divide": "inverse", "inverse": "divide", "stay": "move", "some": "stay", "move": "some"}
+"""The arguments of a layout rule that are names."""
+
+
+def mutants(file: str) -> Iterator[Mutant]:
+    """Every change of one file, in order."""
+    tree = ast.parse((ROOT / "workers" / f"{file}.py").read_text())
+    functions = {
+        child: definition.name
+        for definition in ast.walk(tree)
+        if isinstance(definition, ast.FunctionDef)
+        for child in ast.walk(definition)
+    }
+    never_run = {
+        part
+        for node in ast.walk(tree)
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if annotation
+        for part in ast.walk(annotation)
+    }
+    for index, node in enumerate(ast.walk(tree)):
+        if node not in functions or node in never_run or isinstance(node, ast.FunctionDef):
+            continue
+        for new in replacements(node):
+            changed = copy.deepcopy(tree)
+            target = next(n for i, n in enumerate(ast.walk(changed)) if i == index)
+            Replace(target, new).visit(changed)
+            line = getattr(node, "lineno", 0)
+            change = f"{shown(node)} -> {shown(new)}"
+            yield Mutant(file, line, functions[node], change, ast.unparse(ast.fix_missing_locations(changed)))
+
+
+def replacements(node: ast.AST) -> Iterator[ast.AST]:
+    """What a node may be broken into."""
+    if isinstance(node, ast.Compare):
+        for position, operator in enumerate(node.ops):
+            for other in SWAPS[type(operator)]:
+                yield changed_copy(node, ops=[*node.ops[:position], other(), *node.ops[position + 1 :]])
+    elif isinstance(node, ast.BinOp | ast.BoolOp) and not is_text(node):
+        for other in SWAPS.get(type(node.op), ()):
+            yield changed_copy(node, op=other())
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+        yield node.operand
+    elif isinstance(node, ast.AugAssign):
+        for other in SWAPS.get(type(node.op), ()):
+            yield changed_copy(node, op=other())
+    elif isinstance(node, ast.If | ast.IfExp):
+        for truth in (True, False):
+            yield changed_copy(node, test=ast.Constant(truth))
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Yield):
+        yield ast.Pass()
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int, float):
+        yield ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in NAMES:
+        yield ast.Name(NAMES[node.id], ast.Load())
+
+
+def shown(node: ast.AST) -> str:
+    """A node's text; of a condition only what is tested."""
+    if isinstance(node, ast.If | ast.IfExp):
+        return f"if {ast.unparse(node.test)}"
+    return ast.unparse(node)
+
+
+def is_text(node: ast.BinOp | ast.BoolOp) -> bool:
+    return "'" in ast.unparse(node)
+
+
+def changed_copy(node: ast.AST, **fields: object) -> ast.AST:
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+class Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, new: ast.AST) -> None:
+        self._target, self._new = target, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return copy.deepcopy(self._new) if node is self._target else self.generic_visit(node)
+
+
+class Tree:
+    """A temporary copy of the repository's files, in which one file at a time is broken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            if name.startswith(("workers/", "tests/", "pyproject.toml")):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / name, folder / name)
+
+    def is_caught(self, mutant: Mutant) -> bool:
+        """Whether the narrow tests fail, or do not end."""
+        path = self.folder / "workers" / f"{mutant.file}.py"
+        kept = path.read_text()
+        path.write_text(mutant.source)
+        try:
+            return self.run_tests(mutant.file) != 0
+        finally:
+            path.write_text(kept)
+
+    def run_tests(self, file: str) -> int:
+        """Pytest's exit code, from a fork of this process that has torch loaded but nothing of the tree."""
+        process_id = os.fork()
+        if process_id == 0:
+            os._exit(self._child(file))
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            ended, status = os.waitpid(process_id, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        os.kill(process_id, 9)
+        os.waitpid(process_id, 0)
+        return -9
+
+    def _child(self, file: str) -> int:
+        import pytest
+        import torch
+
+        torch.set_num_threads(1)
+        os.chdir(self.folder)
+        sys.path[:0] = [str(self.folder)]
+        sys.dont_write_bytecode = True
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-k", NOT_WITHOUT_PROCESSES]
+        return int(pytest.main([*plain, *TESTS[file]]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(TESTS), nargs="+", default=list(TESTS))
+    parser.add_argument("--list", action="store_true", help="only print what would be changed")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    found = [mutant for file in options.only for mutant in mutants(file) if (file, mutant.title) not in EQUIVALENT]
+    if options.list:
+        for mutant in found:
+            print(f"{mutant.file}.py:{mutant.line} {mutant.title}")
+        return 0
+    return run(found, options.only, options.jobs)
+
+
+def run(found: list[Mutant], files: list[str], num_jobs: int) -> int:
+    import hypothesis  # noqa: F401  loaded once, for all forks
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    with tempfile.TemporaryDirectory(prefix="gradgate-mutation-") as folder:
+        trees: SimpleQueue[Tree] = SimpleQueue()
+        for number in range(num_jobs):
+            trees.put(Tree(Path(folder) / str(number)))
+
+        def caught(mutant: Mutant) -> bool:
+            tree = trees.get()
+            try:
+                return tree.is_caught(mutant)
+            finally:
+                trees.put(tree)
+
+        tree = trees.get()
+        for file in files:
+            if code := tree.run_tests(file):
+                raise SystemExit(f"the tests of {file}.py fail as they are (exit code {code})")
+        trees.put(tree)
+        with ThreadPoolExecutor(num_jobs) as pool:
+            outcomes = list(pool.map(caught, found))
+    for mutant, seen in zip(found, outcomes, strict=True):
+        if not seen:
+            print(f"survived: workers/{mutant.file}.py:{mutant.line} {mutant.title}")
+    for file in files:
+        mine = [seen for mutant, seen in zip(found, outcomes, strict=True) if mutant.file == file]
+        excused = sum(known == file for known, _ in EQUIVALENT)
+        print(f"{file}.py: {sum(mine)} of {len(mine)} changes caught; {excused} more change nothing")
+    return int(not all(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
