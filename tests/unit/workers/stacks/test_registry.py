@@ -43,7 +43,7 @@ def test_a_name_that_two_packages_claim_needs_the_operators_choice(
 ) -> None:
     install(monkeypatch, tmp_path / "1", "one", "both = one:build")
     install(monkeypatch, tmp_path / "2", "two", "both = two:build")
-    with pytest.raises(StackError, match="'both' is claimed by .*one 3.4"):
+    with pytest.raises(StackError, match=r"'both' is claimed by .*one 3\.4"):
         registry.known_stacks("")
     assert registry.installed_stacks("both=two:build")["both"].target == "two:build"
 
