@@ -250,6 +250,8 @@ def verdict_lines(validation: Row) -> Iterator[Text]:
         yield Text.assemble("verdict: ", (verdict.upper(), VERDICT_STYLES.get(verdict, "bold")), cause)
         for reason in validation["reasons"]:
             yield Text(f"  {reason['code']}: {reason['message']}")
+        for observation in validation["observations"]:
+            yield Text(f"  noticed: {observation['message']}", style="yellow")
         return
     yield Text.assemble("no verdict: the validation is ", (state, "bold red"))
     if error := validation.get("error"):

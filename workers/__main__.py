@@ -168,6 +168,7 @@ def _document(
         "exit_code": code,
         "verdict": judgement.verdict if judgement else None,
         "reasons": judgement.reasons if judgement else (),
+        "observations": judgement.observations if judgement else (),
         "request": spec,
         "trials": judgement.trials if judgement else (),
         "error": error,

@@ -8,6 +8,7 @@ that a golden vector, a virtual mesh of thousands and a live gang run through th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
@@ -82,6 +83,8 @@ class ProcessGroups:
         self._world_rank = world_rank
         self._groups = groups
         self.intercept = intercept
+        self.waited_s = 0.0
+        """Time spent inside collectives so far, waiting for the others included."""
 
     @property
     def hosted(self) -> Members:
@@ -142,14 +145,17 @@ class ProcessGroups:
 
     def _start(self, trivial: bool, issue: Callable[[], dist.Work | None]) -> Pending:
         """Issue one collective; a drill may strike before, in and after, also where it is trivial."""
-        self._strike(Moment.BEFORE)
+        self.strike(Moment.BEFORE)
+        entered_s = time.perf_counter()
         try:
             work = None if trivial else issue()
         except RuntimeError as error:
             raise CollectiveError(f"a collective could not start: {error}") from error
-        return _Issued(work, self._strike)
+        self.waited_s += time.perf_counter() - entered_s
+        return _Issued(work, self)
 
-    def _strike(self, moment: Moment) -> None:
+    def strike(self, moment: Moment) -> None:
+        """This rank is at a moment of a collective."""
         if self.intercept is not None:
             self.intercept(moment)
 
@@ -157,19 +163,21 @@ class ProcessGroups:
 class _Issued:
     """One collective of torch.distributed under way; None where it moves nothing."""
 
-    def __init__(self, work: dist.Work | None, strike: Interceptor) -> None:
+    def __init__(self, work: dist.Work | None, issuer: ProcessGroups) -> None:
         self._work = work
-        self._strike = strike
+        self._issuer = issuer
 
     def wait(self) -> None:
         """See `Pending`."""
-        self._strike(Moment.IN)
+        entered_s = time.perf_counter()
+        self._issuer.strike(Moment.IN)
         try:
             if self._work is not None:
                 self._work.wait()
         except RuntimeError as error:
             raise CollectiveError(f"a collective broke: {error}") from error
-        self._strike(Moment.AFTER)
+        self._issuer.waited_s += time.perf_counter() - entered_s
+        self._issuer.strike(Moment.AFTER)
 
 
 class VirtualRanks:

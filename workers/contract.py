@@ -9,7 +9,7 @@ Shape legend used across `workers`: P = elements of one parameter or shard (flat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 SCHEMA_VERSION = 1
@@ -419,6 +419,17 @@ class StackRow:
 
 
 @dataclass(frozen=True, slots=True)
+class NormRow:
+    """The global gradient norm as this rank has it after the sync; every rank must have the same bits."""
+
+    value: float
+    reference: float | None
+    """The norm of the same global batch's gradient, computed without the sync under test; on the first stage only."""
+    allowed_error: float | None
+    """Largest |value - reference| that rounding can explain; None exactly where `reference` is."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Everything one rank says about one step of one trial. Statistics only, never gradients."""
 
@@ -443,6 +454,10 @@ class StepReport:
     """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
     stack: StackRow | None = None
     """Of a trial of somebody else's stack."""
+    grad_norm: NormRow | None = None
+    """None where the step ended before the optimizer."""
+    compute_seconds: dict[str, float] = field(default_factory=dict)
+    """This rank's own work by RankPhase value, in seconds: never the time in which it waited for another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,6 +507,10 @@ class TrialSummary:
     max_abs_error: float
     weights_max_abs: float
     replicas_agree: bool
+    grad_norm: float | None
+    """Of the last step of the last repeat; None where none was reported."""
+    grad_norm_max_error: float | None
+    """Largest distance from the reference's norm; None where none was compared."""
     missing_reports: tuple[tuple[int, int, int], ...]
     """(repeat, step, world_rank) of reports that never came."""
     ok: bool
@@ -506,12 +525,22 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
+class Observation:
+    """Something worth knowing that decides nothing: a stable code, a sentence, and the rank that it is about."""
+
+    code: str
+    message: str
+    world_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict with its reasons and the trials behind it."""
+    """A verdict with its reasons, the trials behind it, and what else was seen."""
 
     verdict: Verdict
     reasons: tuple[Reason, ...]
     trials: tuple[TrialSummary, ...]
+    observations: tuple[Observation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

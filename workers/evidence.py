@@ -15,6 +15,7 @@ from workers.contract import (
     DivergenceRow,
     End,
     Fingerprint,
+    NormRow,
     ProbeName,
     Role,
     StackFinding,
@@ -150,6 +151,8 @@ def summarise(evidence: Evidence, ok: bool) -> TrialSummary:
         max_abs_error=largest(row.max_abs_error for _, row in evidence.rows()),
         weights_max_abs=largest(tied.weights_max_abs_difference for tied in evidence.ties()),
         replicas_agree=not any(disagreements(evidence)),
+        grad_norm=next((norm.value for _, norm in reversed(list(norms(evidence)))), None),
+        grad_norm_max_error=largest(errors) if (errors := _norm_errors(evidence)) else None,
         missing_reports=evidence.missing,
         ok=ok,
     )
@@ -162,6 +165,44 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
         if other.replica != report.replica:
             yield other, report
+
+
+def norms(evidence: Evidence) -> Iterator[tuple[StepReport, NormRow]]:
+    """Every report of the global gradient norm."""
+    return ((report, report.grad_norm) for report in evidence.reports if report.grad_norm is not None)
+
+
+def norm_disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]:
+    """Pairs of ranks that have another global gradient norm after the same step."""
+    first: dict[tuple[int, int], tuple[StepReport, NormRow]] = {}
+    for report, norm in norms(evidence):
+        other, shared = first.setdefault((report.trial_index, report.step), (report, norm))
+        # By text, since a NaN on all ranks is agreement; that it is not finite has its own reason.
+        if repr(shared.value) != repr(norm.value):
+            yield other, report
+
+
+def norm_breaches(evidence: Evidence) -> Iterator[tuple[StepReport, NormRow]]:
+    """Norms further from the reference's than rounding allows."""
+    for report, norm in norms(evidence):
+        if norm.reference is not None and not abs(norm.value - norm.reference) <= (norm.allowed_error or 0.0):
+            yield report, norm
+
+
+def unjudged_norms(evidence: Evidence) -> Iterator[tuple[int, int]]:
+    """(trial_index, step) in which a rank has no norm, or none was compared where a reference is known.
+
+    The reference of gpt is known in the first step only: later weights depend on the run under test. Of a foreign stack
+    no norm is taken.
+    """
+    if evidence.spec.stack != REFERENCE_STACK:
+        return
+    compared = {(report.trial_index, report.step) for report, norm in norms(evidence) if norm.reference is not None}
+    silent = {(report.trial_index, report.step) for report in evidence.reports if report.grad_norm is None}
+    for index, step in _steps(evidence.specs):
+        due = step == 0 or evidence.spec.probe is ProbeName.EXACT
+        if (index, step) in silent or (due and (index, step) not in compared):
+            yield index, step
 
 
 def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
@@ -179,6 +220,8 @@ def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
         tied = report.tied
         if tied and not (isfinite(tied.max_abs_difference) and isfinite(tied.weights_max_abs_difference)):
             yield report, "the difference between the two ends"
+        if report.grad_norm and not isfinite(report.grad_norm.value):
+            yield report, "the global gradient norm"
 
 
 def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
@@ -241,6 +284,10 @@ def largest(values: Iterable[float]) -> float:
             return value
         found = max(found, value)
     return found
+
+
+def _norm_errors(evidence: Evidence) -> list[float]:
+    return [abs(norm.value - norm.reference) for _, norm in norms(evidence) if norm.reference is not None]
 
 
 def _misfit(trials: Sequence[TrialSpec], report: StepReport) -> str | None:

@@ -38,6 +38,11 @@ def ends_members(mesh: Mesh) -> Members:
     return dp_members(mesh, 0) + last
 
 
+def world_members(mesh: Mesh) -> Members:
+    """Every rank of the mesh."""
+    return tuple(range(mesh.world_size))
+
+
 def end_of(mesh: Mesh, pp_rank: int) -> End | None:
     """Which copy of the tied weight a stage holds; with pp=1 the one shared weight counts as `wte`."""
     if pp_rank == 0:
@@ -50,7 +55,7 @@ def all_members(mesh: Mesh) -> Iterator[Members]:
     groups = [dp_members(mesh, pp_rank) for pp_rank in range(mesh.pp)]
     groups += [pp_members(mesh, dp_rank) for dp_rank in range(mesh.dp)]
     groups += [tie_members(mesh, dp_rank) for dp_rank in range(mesh.dp)]
-    groups.append(ends_members(mesh))
+    groups += [ends_members(mesh), world_members(mesh)]
     return iter(dict.fromkeys(groups))
 
 

@@ -6,7 +6,8 @@ clear a `.grad`, and must not know about data parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from workers.contract import Schedule, TrialSpec
-from workers.models import mean_loss, microbatch_loss, stage_example
+from workers.models import LossFunction, mean_loss, microbatch_loss, stage_example
+from workers.stopwatch import Stopwatch
 
 
 class Pipeline:
@@ -31,11 +33,12 @@ class Pipeline:
         self._spec = spec
         self._is_first = pp_rank == 0
         self._is_last = pp_rank == spec.mesh.pp - 1
-        stages = [
-            _pipeline_stage(module, spec, stage, pp_group, device)
+        self._stopwatch = Stopwatch(device)
+        self._timed_stages = [
+            _pipeline_stage(module, spec, stage, pp_group, device, self._stopwatch)
             for module, stage in zip(modules, spec.mesh.stages(pp_rank), strict=True)
         ]
-        self._schedule = _schedule(spec, stages)
+        self._schedule = _schedule(spec, self._timed_stages, self._timed(microbatch_loss(spec)))
 
     def run_step(self, tokens_BS: torch.Tensor, targets_BS: torch.Tensor) -> float | None:
         """Forward and backward of all microbatches: the mean loss on the last stage, None elsewhere.
@@ -49,14 +52,54 @@ class Pipeline:
         self._schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         return mean_loss(self._spec, losses, targets_BS) if self._is_last else None
 
+    def take_compute_seconds(self) -> float:
+        """Time spent in forward, loss and backward since it was last asked, without any wait for another stage."""
+        return self._stopwatch.take()
+
+    def before_backward(self, act: Callable[[], None] | None) -> None:
+        """Have `act` called, as part of this rank's own work, before each microbatch's backward. For drills."""
+        for stage in self._timed_stages:
+            stage.before_backward = act
+
+    def _timed(self, loss_function: LossFunction) -> LossFunction:
+        def timed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            with self._stopwatch.running():
+                return loss_function(output, target)
+
+        return timed
+
+
+class TimedStage(PipelineStage):
+    """A stage that measures its own forwards and backwards; the schedule sends and receives outside of them."""
+
+    stopwatch: Stopwatch
+    before_backward: Callable[[], None] | None = None
+
+    def forward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.stopwatch.running():
+            return super().forward_one_chunk(*arguments, **keywords)
+
+    def backward_one_chunk(self, *arguments: Any, **keywords: Any) -> Any:
+        """See `PipelineStage`."""
+        with self.stopwatch.running():
+            if self.before_backward is not None:
+                self.before_backward()
+            return super().backward_one_chunk(*arguments, **keywords)
+
 
 def _pipeline_stage(
-    module: nn.Module, spec: TrialSpec, stage: int, pp_group: dist.ProcessGroup, device: torch.device
-) -> PipelineStage:
+    module: nn.Module,
+    spec: TrialSpec,
+    stage: int,
+    pp_group: dist.ProcessGroup,
+    device: torch.device,
+    stopwatch: Stopwatch,
+) -> TimedStage:
     input_example, output_example = stage_example(spec, stage)
     through_host = device.type != "cpu" and dist.get_backend(pp_group) == dist.Backend.GLOO
     is_last = stage == spec.mesh.num_stages - 1
-    return PipelineStage(
+    timed = TimedStage(
         _ThroughHost(module, device, is_last) if through_host else module,
         stage_index=stage,
         num_stages=spec.mesh.num_stages,
@@ -65,11 +108,15 @@ def _pipeline_stage(
         output_args=output_example,
         group=pp_group,
     )
+    timed.stopwatch = stopwatch
+    return timed
 
 
-def _schedule(spec: TrialSpec, stages: list[PipelineStage]) -> Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B:
+def _schedule(
+    spec: TrialSpec, stages: list[TimedStage], loss_function: LossFunction
+) -> Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B:
     """The loss is already divided by the number of microbatches where it has to be."""
-    num_microbatches, loss_function = spec.batch.num_microbatches, microbatch_loss(spec)
+    num_microbatches = spec.batch.num_microbatches
     if len(stages) > 1:
         return ScheduleInterleaved1F1B([*stages], num_microbatches, loss_fn=loss_function, scale_grads=False)
     schedule = ScheduleGPipe if spec.schedule is Schedule.GPIPE else Schedule1F1B

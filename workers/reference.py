@@ -7,6 +7,7 @@ must not look at anything that a rank computed.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -37,14 +38,70 @@ def replay_tied_gradients(
     `dtype=torch.float64` computes the same weights and data in float64 throughout (the floor). The exact probe has
     weights for every step; gpt's follow from training, so only step 0 can be replayed: SpecError otherwise.
     """
+    stages = _build_stages(spec, step, device, dtype)
+    flat = [total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))]
+    return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+
+
+class WholeGradient(NamedTuple):
+    """One dp rank's local gradient of the whole model, flat, float64."""
+
+    ends_EP: torch.Tensor
+    """The ends of the tied weight: [2, P], or [1, P] with a single stage."""
+    rest_N: torch.Tensor
+
+    def summed(self) -> torch.Tensor:
+        """The gradient with the tied weight once: its ends added up."""
+        return torch.cat([self.ends_EP.sum(dim=0), self.rest_N])
+
+    def norm_of_terms(self) -> float:
+        """At least the norm of the sum of |terms|, each end a term."""
+        return math.hypot(float(self.ends_EP.norm(dim=1).sum()), float(self.rest_N.norm()))
+
+    def minus(self, other: WholeGradient) -> WholeGradient:
+        """The difference, end by end."""
+        return WholeGradient(self.ends_EP - other.ends_EP, self.rest_N - other.rest_N)
+
+
+def replay_gradient(
+    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, dtype: torch.dtype | None = None
+) -> WholeGradient:
+    """As `replay_tied_gradients`, of every parameter; the exact probe's ends signed with the trial's rank code."""
+    stages = _build_stages(spec, step, device, dtype)
+    tied = _tied_weights(stages)
+    others = [weight for stage in stages for weight in stage.parameters() if all(weight is not end for end in tied)]
+    totals = _accumulate(spec, step, dp_rank, device, stages, [*tied, *others])
+    flat = [total.flatten().double() for total in totals]
+    ends = [_signed(spec, end, dp_rank, end_P) for end, end_P in zip(End, flat[: len(tied)], strict=False)]
+    return WholeGradient(torch.stack(ends), torch.cat(flat[len(tied) :]))
+
+
+def _signed(spec: TrialSpec, end: End, dp_rank: int, grad_P: torch.Tensor) -> torch.Tensor:
+    code = rank_code(spec)
+    if code is None:
+        return grad_P
+    return code.sign(grad_P.long(), contributor_index(spec.mesh, end, dp_rank)).to(grad_P)
+
+
+def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch.dtype | None) -> list[nn.Module]:
     if spec.probe is ProbeName.GPT and step != 0:
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )
     stages = [build_stage(spec, stage, device, step) for stage in range(spec.mesh.num_stages)]
-    if dtype is not None:
-        stages = [stage.to(dtype) for stage in stages]
-    weights = _tied_weights(stages)
+    return stages if dtype is None else [stage.to(dtype) for stage in stages]
+
+
+def _accumulate(
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    device: torch.device,
+    stages: list[nn.Module],
+    weights: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """The weights' gradients, summed over microbatches in order, in float32 (float64 where the weights are)."""
+    dtype = weights[0].dtype
     sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     sums = [torch.zeros_like(weight, dtype=sum_dtype) for weight in weights]
     loss_function = microbatch_loss(spec)
@@ -53,8 +110,7 @@ def replay_tied_gradients(
         loss = loss_function(_forward(stages, tokens), targets)
         for total, gradient in zip(sums, torch.autograd.grad(loss, weights), strict=True):
             total.add_(gradient)
-    flat = [total.flatten() for total in sums]
-    return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+    return sums
 
 
 def exact_tied_gradients(spec: TrialSpec, step: int, dp_rank: int) -> TiedGradients:

@@ -31,9 +31,11 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
+from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
+from workers.phase_clock import PhaseClock
 from workers.reference import replay_tied_gradients, signed_tied_gradients
-from workers.step import PhaseClock, RankTrial
+from workers.step import RankTrial
 
 MAX_CACHED_MESHES = 4
 MAX_CACHED_REPLAYS = 8
@@ -72,6 +74,7 @@ class RankSession:
         self._clock = PhaseClock(self.world_rank)
         self._groups: OrderedDict[Mesh, MeshGroups] = OrderedDict()
         self._replays = ReplayMemo(self._device)
+        self._references = NormReferences(self._device)
         _configure_torch()
 
     @classmethod
@@ -155,7 +158,17 @@ class RankSession:
         self._clock.enter(RankPhase.FORMING, trial_index)
         groups = self.mesh_groups(spec.mesh)
         coordinates = spec.mesh.coordinates(self.world_rank)
-        return RankTrial(spec, trial_index, coordinates, groups, self._device, self._clock, self._replays, self._node)
+        return RankTrial(
+            spec,
+            trial_index,
+            coordinates,
+            groups,
+            self._device,
+            self._clock,
+            self._replays,
+            self._references,
+            self._node,
+        )
 
     def mesh_groups(self, mesh: Mesh) -> MeshGroups:
         """Groups of this mesh, built on first use. All ranks see the same trials, so all drop the same mesh."""

@@ -7,7 +7,6 @@ judgement. The measured code never looks at the judgement's data.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,8 +20,8 @@ from workers.contract import (
     DivergenceRow,
     End,
     Normalization,
+    NormRow,
     Phase,
-    Position,
     ProbeName,
     RankPhase,
     ReplicaRow,
@@ -38,6 +37,7 @@ from workers.exchange import Answer, Expectation, Holding, Replay
 from workers.faults import is_struck
 from workers.foreign import ForeignStack
 from workers.grad_buffer import select
+from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
 from workers.grad_sync import prescale_of, scale_of, token_divisor
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
@@ -48,6 +48,7 @@ from workers.optimizer import optimizer_for
 from workers.orderings import Ordering, SyncPhase, ordering_of
 from workers.padding import valid_tokens
 from workers.parameters import tied_parameter_name
+from workers.phase_clock import PhaseClock
 from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
 from workers.rank_code import rank_code, sign_gradients
@@ -63,36 +64,11 @@ _RANK_PHASES = {
     SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
     SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
 }
-_BLOCK_ELEMENTS = 1 << 15
-"""Elements reduced in float64 at a time: one block's double copy stays in a core's cache."""
+_COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.NORMALIZE, RankPhase.OPTIMIZER)
+"""Phases whose own work is what is left of them outside of collectives."""
 
 MAX_ANSWER_ELEMENTS = 1 << 26
 """Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
-
-
-class PhaseClock:
-    """Knows where its rank is, for errors and hangs, and how long each phase took."""
-
-    def __init__(self, world_rank: int) -> None:
-        self.on_position: Callable[[Position], None] | None = None
-        self._entered_s = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.position = Position(world_rank, RankPhase.IDLE, None, None, 0)
-
-    def enter(self, phase: RankPhase, trial_index: int | None = None, step: int | None = None) -> None:
-        """Move to a phase; the time since the last move is booked on the phase left."""
-        now_s = time.perf_counter()
-        left = self.position.phase.value
-        self.seconds[left] = self.seconds.get(left, 0.0) + now_s - self._entered_s
-        self._entered_s = now_s
-        self.position = Position(self.position.world_rank, phase, trial_index, step, self.position.sequence + 1)
-        if self.on_position is not None:
-            self.on_position(self.position)
-
-    def restart(self) -> None:
-        """Forget the booked times; a new step begins."""
-        self.seconds = {}
-        self._entered_s = time.perf_counter()
 
 
 ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
@@ -111,6 +87,7 @@ class RankTrial:
         device: torch.device,
         clock: PhaseClock,
         replay: ReplaySource,
+        references: NormReferences,
         node: str,
     ) -> None:
         self._spec = spec
@@ -118,9 +95,12 @@ class RankTrial:
         self._at = coordinates
         self._clock = clock
         self._replay = replay
+        self._references = references
         self._ordering = ordering_of(spec)
         self._end = end_of(spec.mesh, coordinates.pp_rank)
-        self._communicator = ProcessGroups(coordinates.world_rank, groups)
+        communicator = ProcessGroups(coordinates.world_rank, groups)
+        clock.waited_s = lambda: communicator.waited_s
+        self._communicator = communicator
         self._prescale = prescale_of(spec)
         self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
@@ -146,12 +126,14 @@ class RankTrial:
         self._foreign: ForeignStack | None = None
         self._stack = self._build_stack(groups, layouts)
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
+        self.norm = GradNorm(spec.mesh, at, self._stack, self._modules, self._ordering.distributed_optimizer)
         self._device = device
         self._local_P: Tensor | None = None
         self._initial_digest = self._digest_weights()
 
     def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
         spec, at = self._spec, self._at
+        self._tested = self._struck(self._communicator)
         holds_an_end = self._tied is not None and spec.mesh.pp > 1
         context = StackContext(
             mesh=spec.mesh,
@@ -161,7 +143,7 @@ class RankTrial:
             dp_group=groups[dp_members(spec.mesh, at.pp_rank)],
             pp_group=groups[pp_members(spec.mesh, at.dp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank)] if holds_an_end else None,
-            communicator=self._struck(self._communicator),
+            communicator=self._tested,
             divisor=self._prescale.divisor,
             num_microbatches=spec.batch.num_microbatches,
             make_optimizer=optimizer_for(spec.probe),
@@ -198,20 +180,24 @@ class RankTrial:
             self._enter(RankPhase.STATISTICS, step)
             self._foreign.remember()
         self._enter(RankPhase.OPTIMIZER, step)
+        # A foreign stack is judged element by element; its ownership need not be one that our norm can add up.
+        norm = None if self._foreign else self.norm.measure(self._tested)
         self._stack.step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        norm_row = None if norm is None else self._judge_norm(step, norm)
         stack = self._foreign.conclude() if self._foreign else None
         self._enter(RankPhase.STATISTICS, step)
         num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
         replica = ReplicaRow(self._initial_digest, self._digest_weights())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite, stack)
+        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite, norm_row, stack)
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
         self._compute_gradients(step)
         self._stack.finalize(lambda _: None)
+        self.norm.measure(self._tested)
         self._stack.step()
 
     def _compute_gradients(self, step: int) -> float | None:
@@ -293,6 +279,22 @@ class RankTrial:
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
 
+    def _judge_norm(self, step: int, value: float) -> NormRow:
+        reference = self._references(self._spec, step, self._at, self._communicator)
+        if reference is None:
+            return NormRow(value, None, None)
+        return reference.row(value, self._spec.mesh, scale_of(self._spec))
+
+    def _compute_seconds(self) -> dict[str, float]:
+        """Own work before and between this step's collectives; on a GPU, whose queue hides it, up to the first."""
+        computing, booked = RankPhase.FORWARD_BACKWARD.value, self._clock.compute_seconds
+        seconds = {computing: self._pipeline.take_compute_seconds()}
+        if self._device.type != "cuda":
+            # A sync that starts during backward may also wait there, inside of what the pipeline measured.
+            seconds[computing] -= self._clock.seconds[computing] - booked[computing]
+            seconds |= {phase.value: booked[phase.value] for phase in _COMPUTING if phase.value in booked}
+        return seconds
+
     def _answer(self, step: int) -> Answer | None:
         """The integer answer of every element, where there is one and one rank may take the time to compute it."""
         spec = self._spec
@@ -320,6 +322,7 @@ class RankTrial:
         replica: ReplicaRow,
         loss: float | None,
         num_nonfinite: int,
+        grad_norm: NormRow | None,
         stack: StackRow | None,
     ) -> StepReport:
         spec, at = self._spec, self._at
@@ -340,6 +343,8 @@ class RankTrial:
             loss=loss,
             seconds=dict(self._clock.seconds),
             nonfinite_elements=num_nonfinite,
+            grad_norm=grad_norm,
+            compute_seconds=self._compute_seconds(),
             stack=stack,
         )
 
@@ -385,7 +390,7 @@ def moments(values_n: Tensor) -> tuple[float, float]:
     """Sum and L2 norm of a flat tensor, added in float64."""
     total = torch.zeros((), dtype=torch.float64, device=values_n.device)
     squared = torch.zeros_like(total)
-    for block in values_n.split(_BLOCK_ELEMENTS):
+    for block in values_n.split(BLOCK_ELEMENTS):
         doubled = block.double()
         total += doubled.sum()
         squared += doubled.dot(doubled)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from workers.checks.stragglers import observe_stragglers
 from workers.contract import (
     DivergenceRow,
     Judgement,
@@ -28,11 +29,14 @@ from workers.evidence import (
     collect,
     disagreements,
     nonfinite,
+    norm_breaches,
+    norm_disagreements,
     sift,
     stack_findings,
     summarise,
     unaudited_steps,
     uncovered_steps,
+    unjudged_norms,
     untied_steps,
 )
 from workers.exactness import code_digits
@@ -40,7 +44,7 @@ from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
 
-VERDICT_RULES_VERSION = 1
+VERDICT_RULES_VERSION = 2
 """Rises with every change of what makes a verdict; stored with each validation."""
 MAX_STORIES = 2
 """Stories of one shard that a reason tells; the row has them all."""
@@ -63,17 +67,19 @@ def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgeme
         doubts += doubted
         summaries.append(summarise(evidence, ok=not failed and not doubted))
     doubts += _unproven(gathered)
-    return _conclude(failures, doubts, tuple(summaries), gathered)
+    observations = observe_stragglers(tuple(sifted.accepted.values()))
+    verdict, reasons = _conclude(failures, doubts, gathered)
+    return Judgement(verdict, reasons, tuple(summaries), observations)
 
 
 def _conclude(
-    failures: list[Reason], doubts: list[Reason], summaries: tuple[TrialSummary, ...], gathered: tuple[Evidence, ...]
-) -> Judgement:
+    failures: list[Reason], doubts: list[Reason], gathered: tuple[Evidence, ...]
+) -> tuple[Verdict, tuple[Reason, ...]]:
     if failures:
-        return Judgement(Verdict.FAIL, (*failures, *doubts), summaries)
+        return Verdict.FAIL, (*failures, *doubts)
     if doubts:
-        return Judgement(Verdict.INCONCLUSIVE, tuple(doubts), summaries)
-    return Judgement(Verdict.PASS, (_clean(gathered),), summaries)
+        return Verdict.INCONCLUSIVE, tuple(doubts)
+    return Verdict.PASS, (_clean(gathered),)
 
 
 def _failures(evidence: Evidence) -> Iterator[Reason]:
@@ -89,8 +95,14 @@ def _failures(evidence: Evidence) -> Iterator[Reason]:
         one, other = apart[0]
         message = f"the weights of world_rank {one.world_rank} and its replica {_at(other)} are not the same bits"
         yield Reason("replicas_disagree", f"{evidence.title}: {message} ({len(apart)} such pairs).")
+    unlike = list(norm_disagreements(evidence))
+    if unlike:
+        one, other = unlike[0]
+        message = f"world_rank {one.world_rank} and the rank {_at(other)} do not have the same global gradient norm"
+        yield Reason("grad_norm_disagrees", f"{evidence.title}: {message} ({len(unlike)} such pairs).")
     if evidence.role is Role.SUBJECT:
         yield from _subject_failures(evidence)
+        yield from _norm_failures(evidence)
     yield from _stack_failures(evidence)
 
 
@@ -127,12 +139,22 @@ def _subject_failures(evidence: Evidence) -> Iterator[Reason]:
         yield Reason("reference_exceeded", f"{evidence.title}: {message}.")
 
 
+def _norm_failures(evidence: Evidence) -> Iterator[Reason]:
+    breaches = list(norm_breaches(evidence))
+    if breaches:
+        report, norm = breaches[0]
+        message = f"the global gradient norm {_at(report)} is {norm.value!r} and should be {norm.reference!r}"
+        allowed = f"within {norm.allowed_error or 0.0:.3e}, which is all that rounding explains"
+        yield Reason("grad_norm_wrong", f"{evidence.title}: {message}, {allowed} ({len(breaches)} such findings).")
+
+
 def _doubts(evidence: Evidence) -> Iterator[Reason]:
     """Why this evidence is not complete, or a control is not what was predicted."""
     if evidence.missing:
         yield Reason("missing_reports", f"{evidence.title}: {_missing(evidence)}.")
         return
     yield from _coverage_doubts(evidence)
+    yield from _norm_doubts(evidence)
     steps = sum(spec.steps for spec in evidence.specs.values())
     predicted, allowed = evidence.total("predicted_elements"), evidence.misowned_elements * steps
     if predicted > allowed:
@@ -167,6 +189,14 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     origins = sorted({str(report.stack.origin) for report in evidence.reports if report.stack is not None})
     if len(origins) > 1:
         yield Reason("stack_differs", f"{evidence.title}: the ranks do not run the same code: {'; '.join(origins)}.")
+
+
+def _norm_doubts(evidence: Evidence) -> Iterator[Reason]:
+    unjudged = list(unjudged_norms(evidence))
+    if unjudged:
+        index, step = unjudged[0]
+        message = f"the global gradient norm of repeat {evidence.specs[index].repeat}, step {step} was not judged"
+        yield Reason("grad_norm_not_judged", f"{evidence.title}: {message} ({len(unjudged)} such steps).")
 
 
 def _control_doubts(evidence: Evidence) -> Iterator[Reason]:

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from workers.checks.replicas import digest
 from workers.communicator import VirtualRanks
-from workers.contract import REFERENCE_STACK, Device, OrderingName, ProbeName, ReplicaRow, StepReport, TrialSpec
+from workers.contract import (
+    REFERENCE_STACK,
+    Device,
+    NormRow,
+    OrderingName,
+    ProbeName,
+    ReplicaRow,
+    StepReport,
+    TrialSpec,
+)
 from workers.divergence import EndJudgement, judge_pieces
 from workers.errors import SpecError
 from workers.exchange import Expectation, Piece, cut_pieces
@@ -33,6 +42,7 @@ from workers.prediction import stage_layout
 from workers.reference import signed_tied_sum
 from workers.session import compute_replays
 from workers.step import MAX_ANSWER_ELEMENTS, count_nonfinite, expect
+from workers.virtual_norm import measure_norms, sum_replicas
 
 _CPU = torch.device("cpu")
 
@@ -74,8 +84,8 @@ class VirtualSession:
         mesh = VirtualMesh(spec, step, local.stages)
         mesh.synchronise()
         judged = mesh.judge(local.replay_CP, local.floor_C)
-        for world_rank in range(spec.mesh.world_size):
-            yield _report(mesh, trial_index, world_rank, judged.get(world_rank), local)
+        for world_rank, norm in enumerate(mesh.norms()):
+            yield _report(mesh, trial_index, world_rank, judged.get(world_rank), norm, local)
 
     def _local_step(self, spec: TrialSpec, step: int) -> LocalStep:
         # Neither the ordering nor the number of steps changes the data or the weights.
@@ -99,6 +109,7 @@ class VirtualMesh:
         self.buffers = _fill_buffers(spec, stages, self.expectation)
         self.nonfinite = {rank: count_nonfinite(*(b.main_grad for b in held)) for rank, held in self.buffers.items()}
         self.local_CP = torch.stack([self.tied(rank) for rank in self.members])
+        self._norm_reference = sum_replicas(spec, stages, self.local_CP)
 
     def tied(self, world_rank: int) -> Tensor:
         """A holder's tied gradient as it now stands, float32 [P], as a view."""
@@ -136,6 +147,10 @@ class VirtualMesh:
             rank: judge_pieces(self.expectation, rank, pieces_of(index), self.tied(rank), answer)
             for index, rank in enumerate(self.members)
         }
+
+    def norms(self) -> list[NormRow]:
+        """The global gradient norm as every rank has it, by world rank."""
+        return measure_norms(self.spec, self.buffers, self.expectation.sharded, self._norm_reference)
 
     def _piece(
         self, index: int, wanted: Intervals, replay_CP: Tensor, floor_C: Tensor, last_end: Tensor | None
@@ -234,7 +249,7 @@ def _columns(values_CP: Tensor, wanted: Intervals) -> Tensor:
 
 
 def _report(
-    mesh: VirtualMesh, trial_index: int, world_rank: int, judged: EndJudgement | None, local: LocalStep
+    mesh: VirtualMesh, trial_index: int, world_rank: int, judged: EndJudgement | None, norm: NormRow, local: LocalStep
 ) -> StepReport:
     spec = mesh.spec
     at = spec.mesh.coordinates(world_rank)
@@ -256,6 +271,7 @@ def _report(
         loss=None,
         seconds={},
         nonfinite_elements=mesh.nonfinite[world_rank],
+        grad_norm=norm,
     )
 
 

@@ -40,6 +40,14 @@ class ReasonDocument(Document):
     message: str
 
 
+class ObservationDocument(Document):
+    """Something worth knowing that decides nothing."""
+
+    code: str
+    message: str
+    world_rank: int | None
+
+
 class TrialDocument(Document):
     """One probe under one ordering; counts are summed over both ends, all steps and all repeats."""
 
@@ -53,6 +61,10 @@ class TrialDocument(Document):
     """Largest difference between the two copies of the tied gradient, over both ends' owners."""
     reference_max_abs: Number | None
     """Largest distance from a single-process run of the same global batch; null where none was run."""
+    grad_norm: Number | None
+    """The global gradient norm of the last step, the same on every rank; null where none was reported."""
+    grad_norm_max_error: Number | None
+    """Largest distance from the norm of a single-process run of the same global batch, where one was run."""
     ok: bool
     """A subject that is clean, or a control that diverged exactly where predicted."""
 
@@ -78,6 +90,8 @@ class ValidationDocument(Document):
     """Set exactly when the state is `completed`."""
     cause: Cause | None
     reasons: list[ReasonDocument]
+    observations: list[ObservationDocument]
+    """Of a completed validation: stragglers and the like; they never change the verdict."""
     request: dict[str, Any]
     """As sent, with its defaults filled in."""
     trials: list[TrialDocument]
@@ -178,6 +192,14 @@ class RankRow(ReportRow):
     tied_exceeded_elements: int | None
     weights_max_abs_difference: Number | None
     weights_num_elements: int | None
+    grad_norm: Number | None
+    """The global gradient norm as this rank has it."""
+    grad_norm_reference: Number | None
+    """The norm of a single-process run of the same global batch; on the first stage, where one was run."""
+    grad_norm_allowed_error: Number | None
+    """Largest distance between the two that rounding can explain."""
+    compute_seconds: dict[str, Number]
+    """This rank's own work by phase, in seconds, without what it waited for others; a JSON object also in CSV."""
     loss: Number | None
 
 
@@ -217,6 +239,7 @@ def validation_document(validation: Validation) -> dict[str, Any]:
         "verdict": plain(validation.verdict),
         "cause": plain(validation.cause),
         "reasons": plain(validation.reasons),
+        "observations": plain(validation.observations),
         "request": _in_order(validation.request),
         "trials": [{name: plain(getattr(trial, name)) for name in _TRIAL_FIELDS} for trial in validation.trials],
         "error": plain(validation.error),
@@ -274,7 +297,7 @@ def _matches(headers: Sequence[str], etag: str) -> bool:
 
 
 def _cell(value: object) -> object:
-    """Empty for null; floats by their shortest exact form; lists as JSON."""
-    if isinstance(value, list):
+    """Empty for null; floats by their shortest exact form; lists and objects as JSON."""
+    if isinstance(value, list | Mapping):
         return dumps(value)
     return "" if value is None else plain(value)

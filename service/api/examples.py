@@ -64,6 +64,7 @@ VALIDATION: dict[str, Any] = {
     "verdict": "pass",
     "cause": None,
     "reasons": [{"code": "clean", "message": "every subject is clean and every control was seen where predicted"}],
+    "observations": [],
     "request": {"cluster": "default", "mesh": {"dp": 2, "pp": 2, "tp": 1, "vpp": 1}, "model": "tiny"},
     "trials": [
         {
@@ -74,6 +75,8 @@ VALIDATION: dict[str, Any] = {
             "diverged_elements": 8192,
             "tied_max_abs": 640.0,
             "reference_max_abs": 640.0,
+            "grad_norm": 6964.389330731015,
+            "grad_norm_max_error": 3.624000618415266,
             "ok": True,
         }
     ],

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from service.domain.errors import IllegalMove
-from workers.contract import Reason, TrialSummary, Verdict
+from workers.contract import Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
 """How often a validation is started at most; each start that loses its dispatcher uses one."""
@@ -132,6 +132,7 @@ class Validation:
     verdict: Verdict | None
     cause: Cause | None
     reasons: tuple[Reason, ...]
+    observations: tuple[Observation, ...]
     request: dict[str, Any]
     labels: dict[str, str]
     num_ranks: int

@@ -155,6 +155,7 @@ async def complete(
         verdict=judgement.verdict,
         cause=cause,
         reasons=judgement.reasons,
+        observations=judgement.observations,
         fingerprint=fingerprint,
         timings=dict(timings),
     )

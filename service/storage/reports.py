@@ -32,14 +32,27 @@ from service.domain import cursor as cursors
 from service.domain.cursor import Page
 from service.storage.session import Connection
 from service.storage.tables import divergence, rank_steps, trace, trials
-from workers.contract import Phase, ProbeName, StepReport, TiedRow, TrialOrdering, TrialSummary
+from workers.contract import NormRow, Phase, ProbeName, StepReport, TiedRow, TrialOrdering, TrialSummary
 from workers.encoding import dumps
 
 Row = tuple[Any, ...]
 
 _PLACE = ("trial_index", "probe", "ordering", "repeat", "step", "world_rank", "dp_rank", "pp_rank", "tp_rank")
 _TYPES: dict[type, str] = {Text: "text", Integer: "int4", BigInteger: "int8", Double: "float8", JSONB: "jsonb"}
-_TIED = tuple(column.name for column in rank_steps.columns)[-6:]
+_OF_STEP = (
+    "tied_num_elements",
+    "tied_unequal_elements",
+    "tied_max_abs_difference",
+    "tied_exceeded_elements",
+    "weights_max_abs_difference",
+    "weights_num_elements",
+    "grad_norm",
+    "grad_norm_reference",
+    "grad_norm_allowed_error",
+    "compute_seconds",
+    "loss",
+)
+"""What a rank said about a step as a whole, beside its divergence rows."""
 _place = attrgetter(*_PLACE)
 
 
@@ -74,10 +87,10 @@ async def ranks_page(
     cursor: str | None = None,
     limit: int = 500,
 ) -> Page[dict[str, Any]]:
-    """Divergence rows with what the same rank said about the step: loss, tied difference, weights; in a fixed order."""
+    """Divergence rows with what the same rank said about the step: loss, ends, norm, own work; in a fixed order."""
     same_step = [divergence.c[name] == rank_steps.c[name] for name in rank_steps.primary_key.columns.keys()]  # noqa: SIM118
     query = (
-        select(divergence, *(rank_steps.c[name] for name in _TIED), rank_steps.c.loss)
+        select(divergence, *(rank_steps.c[name] for name in _OF_STEP))
         .join_from(divergence, rank_steps, and_(*same_step))
         .where(*_report_filter(divergence, validation_id, probe, ordering, step))
     )
@@ -152,6 +165,8 @@ def _rank_step_rows(validation_id: str, reports: Sequence[StepReport]) -> Iterat
             report.replica.initial_weights_digest,
             report.replica.weights_digest,
             *_tied_values(report.tied),
+            *_norm_values(report.grad_norm),
+            Jsonb(report.compute_seconds, dumps),
         )
 
 
@@ -166,6 +181,10 @@ def _tied_values(tied: TiedRow | None) -> Row:
         tied.weights_max_abs_difference,
         tied.weights_num_elements,
     )
+
+
+def _norm_values(norm: NormRow | None) -> Row:
+    return (None,) * 3 if norm is None else (norm.value, norm.reference, norm.allowed_error)
 
 
 def _divergence_rows(validation_id: str, reports: Sequence[StepReport]) -> Iterator[Row]:

@@ -97,6 +97,7 @@ validations = Table(
     _small("verdict_rules_version"),
     Column("last_event_seq", Integer, nullable=False, server_default=text("0")),
     Column("revision", Integer, nullable=False, server_default=text("1")),
+    Column("observations", JSONB, nullable=False, server_default=text("'[]'")),
     UniqueConstraint("idempotency_key"),
     CheckConstraint(
         "state IN ('queued', 'starting', 'running', 'completed', 'failed', 'cancelled')",
@@ -167,6 +168,8 @@ trials = Table(
     Column("replicas_agree", Boolean, nullable=False),
     Column("missing_reports", JSONB, nullable=False),
     Column("ok", Boolean, nullable=False),
+    _real("grad_norm", nullable=True),
+    _real("grad_norm_max_error", nullable=True),
     PrimaryKeyConstraint("validation_id", "trial"),
 )
 
@@ -201,6 +204,10 @@ rank_steps = Table(
     _count("tied_exceeded_elements", nullable=True),
     _real("weights_max_abs_difference", nullable=True),
     _count("weights_num_elements", nullable=True),
+    _real("grad_norm", nullable=True),
+    _real("grad_norm_reference", nullable=True),
+    _real("grad_norm_allowed_error", nullable=True),
+    Column("compute_seconds", JSONB, nullable=False, server_default=text("'{}'")),
     PrimaryKeyConstraint("validation_id", "trial_index", "step", "world_rank"),
 )
 

@@ -22,7 +22,7 @@ from service.storage.reports import ranks_page as ranks_page
 from service.storage.reports import trace_page as trace_page
 from service.storage.session import Connection
 from service.storage.tables import trials, validations
-from workers.contract import SCHEMA_VERSION, ProbeName, Reason, Role, TrialSummary, Verdict, trial_ordering
+from workers.contract import SCHEMA_VERSION, Observation, ProbeName, Reason, Role, TrialSummary, Verdict, trial_ordering
 from workers.verdict import VERDICT_RULES_VERSION
 
 
@@ -202,6 +202,7 @@ def _to_validation(row: Row[Any], judged: Sequence[TrialSummary]) -> Validation:
             "verdict": row.verdict and Verdict(row.verdict),
             "cause": row.cause and Cause(row.cause),
             "reasons": tuple(Reason(**reason) for reason in row.reasons),
+            "observations": tuple(Observation(**observation) for observation in row.observations),
             "error": row.error and FailureDetail(**row.error),
             "trials": tuple(judged),
         }

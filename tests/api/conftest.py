@@ -28,6 +28,8 @@ from workers.contract import (
     DivergenceRow,
     End,
     Judgement,
+    NormRow,
+    Observation,
     OrderingName,
     Phase,
     ProbeName,
@@ -182,6 +184,8 @@ _TRIAL = TrialSummary(
     max_abs_error=1.5,
     weights_max_abs=0.25,
     replicas_agree=True,
+    grad_norm=7969.489067688091,
+    grad_norm_max_error=math.inf,
     missing_reports=(),
     ok=True,
 )
@@ -189,6 +193,7 @@ JUDGEMENT = Judgement(
     Verdict.PASS,
     (Reason("clean", "every subject is clean"),),
     (_TRIAL, replace(_TRIAL, ordering=OrderingName.FIXED, role=Role.SUBJECT, reference_max_abs=None)),
+    (Observation("straggler", "world_rank 1 held its peers up", 1),),
 )
 
 
@@ -214,6 +219,8 @@ def _report(step: int, world_rank: int) -> StepReport:
         replica=ReplicaRow("aa", "bb"),
         loss=None,
         seconds={"tie": 0.1},
+        grad_norm=NormRow(math.nan, 2.0, 1e-9) if world_rank == 0 else NormRow(2.0, None, None),
+        compute_seconds={"forward_backward": 0.1 + 0.2},
     )
 
 

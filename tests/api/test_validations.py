@@ -27,6 +27,8 @@ CONTRACT_TRIAL = {
     "diverged_elements",
     "tied_max_abs",
     "reference_max_abs",
+    "grad_norm",
+    "grad_norm_max_error",
     "ok",
 }
 
@@ -42,10 +44,12 @@ async def test_a_completed_validation_has_verdict_trials_and_non_finite_numbers(
     ValidationDocument.model_validate(body)
     assert (body["state"], body["verdict"], body["attempt"]) == ("completed", "pass", 1)
     assert body["reasons"] == [{"code": "clean", "message": "every subject is clean"}]
+    assert body["observations"] == [{"code": "straggler", "message": "world_rank 1 held its peers up", "world_rank": 1}]
     assert all(set(trial) == CONTRACT_TRIAL for trial in body["trials"])
     control, subject = body["trials"]
     assert (control["tied_max_abs"], control["reference_max_abs"]) == ("Infinity", "NaN")
     assert (subject["ordering"], subject["role"], subject["reference_max_abs"]) == ("fixed", "subject", None)
+    assert (control["grad_norm"], control["grad_norm_max_error"]) == (7969.489067688091, "Infinity")
     assert body["fingerprint"] == [{"node": "n0"}]
     assert body["finished_at"] > body["started_at"] > body["created_at"]
 
@@ -166,6 +170,9 @@ async def test_rank_rows_page_through_in_json(api, dispatcher):
     assert deviation["contributors"] == [{"end": "lm_head", "dp_rank": 0, "world_rank": 2}]
     assert (deviation["kind"], deviation["num_elements"], deviation["uncertainty"]) == ("dropped", 512, "NaN")
     assert (row["tied_unequal_elements"], rows[2]["tied_unequal_elements"]) == (3, None)
+    norms = [(row["grad_norm"], row["grad_norm_reference"], row["grad_norm_allowed_error"]) for row in rows[1:3]]
+    assert norms == [("NaN", 2.0, 1e-9), (2.0, None, None)]
+    assert row["compute_seconds"] == {"forward_backward": 0.1 + 0.2}
 
 
 async def test_rank_rows_as_csv_are_the_same_rows(api, dispatcher):
@@ -184,6 +191,7 @@ async def test_rank_rows_as_csv_are_the_same_rows(api, dispatcher):
         assert float(row["max_abs_error"]) == item["max_abs_error"]
         assert math.isnan(float(row["ratio_to_expected"]))
         assert row["reference_max_abs_error"] == ""
+        assert json.loads(row["compute_seconds"]) == item["compute_seconds"]
         assert json.loads(row["deviations"]) == item["deviations"]
     assert json_page.headers["etag"] != response.headers["etag"]
     assert json_page.headers["vary"] == "Accept"

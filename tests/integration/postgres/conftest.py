@@ -18,6 +18,8 @@ from workers.contract import (
     DivergenceRow,
     End,
     Judgement,
+    NormRow,
+    Observation,
     OrderingName,
     Phase,
     ProbeName,
@@ -113,10 +115,15 @@ def judgement() -> Judgement:
         max_abs_error=0.1,
         weights_max_abs=5e-324,
         replicas_agree=True,
+        grad_norm=math.inf,
+        grad_norm_max_error=None,
         missing_reports=((0, 1, 3),),
         ok=False,
     )
-    return Judgement(Verdict.FAIL, (Reason("non_finite", "1 value of gpt under buggy is not finite"),), (trial,))
+    observation = Observation("straggler", "world_rank 3 held its peers up", 3)
+    return Judgement(
+        Verdict.FAIL, (Reason("non_finite", "1 value of gpt under buggy is not finite"),), (trial,), (observation,)
+    )
 
 
 def _report(trial_index: int, step: int, world_rank: int) -> StepReport:
@@ -138,6 +145,8 @@ def _report(trial_index: int, step: int, world_rank: int) -> StepReport:
         replica=ReplicaRow("before", f"after-{step}"),
         loss=4.25 if pp_rank else None,
         seconds={"forward_backward": 0.001, "tie": math.nan},
+        grad_norm=NormRow(5e-324, math.inf, 0.1) if pp_rank == 0 else NormRow(math.nan, None, None),
+        compute_seconds={"forward_backward": 0.001},
     )
 
 

@@ -86,6 +86,7 @@ async def test_the_whole_way_to_a_verdict(
     done = await _get(database, claim.id)
     assert (done.state, done.verdict, done.cause) == (State.COMPLETED, Verdict.FAIL, Cause.UNKNOWN)
     assert (done.trials, done.reasons) == (judgement.trials, judgement.reasons)
+    assert done.observations == judgement.observations
     assert (done.fingerprint, done.timings, done.error) == ([{"node": "n2"}], {"total_s": 2}, None)
     assert (done.lease_expires_at, done.attempt) == (None, 1)
     assert done.finished_at is not None

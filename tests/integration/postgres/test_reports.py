@@ -58,6 +58,11 @@ async def test_every_figure_comes_back_bit_for_bit(
         tied = report.tied
         assert row["tied_unequal_elements"] == (tied and tied.unequal_elements)
         assert _bits(row["tied_max_abs_difference"]) == _bits(tied and tied.max_abs_difference)
+        norm = report.grad_norm
+        assert norm is not None
+        stored_norm = (row["grad_norm"], row["grad_norm_reference"], row["grad_norm_allowed_error"])
+        assert list(map(_bits, stored_norm)) == list(map(_bits, (norm.value, norm.reference, norm.allowed_error)))
+        assert row["compute_seconds"] == report.compute_seconds
         assert row["weights_max_abs_difference"] == (tied and tied.weights_max_abs_difference)
 
 

@@ -34,7 +34,7 @@ def rank_row(probe: str = "gpt", world_rank: int = 0, end: str = "wte", **values
 
 
 def validation(**values: Any) -> dict[str, Any]:
-    empty = {"state": "completed", "verdict": "pass", "cause": None, "reasons": [], "error": None}
+    empty = {"state": "completed", "verdict": "pass", "cause": None, "reasons": [], "observations": [], "error": None}
     return empty | values
 
 
@@ -197,6 +197,13 @@ def test_a_verdict_comes_with_its_reasons(verdict: str) -> None:
     text = render(*terminal.verdict_lines(validation(verdict=verdict, cause="unknown", reasons=reasons)))
     assert f"verdict: {verdict.upper()} (cause: unknown)" in text
     assert "subject_diverged: 3 of 4 [elements] are wrong" in text
+    assert "noticed" not in text
+
+
+def test_what_was_noticed_follows_the_verdict() -> None:
+    seen = [{"code": "straggler", "message": "world_rank 1 held its peers up", "world_rank": 1}]
+    text = render(*terminal.verdict_lines(validation(observations=seen)))
+    assert text.splitlines()[-1].strip() == "noticed: world_rank 1 held its peers up"
 
 
 def test_a_failure_is_no_verdict_and_names_its_place() -> None:

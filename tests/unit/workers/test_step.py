@@ -1,4 +1,4 @@
-"""The small pure parts of a step: the clock that knows where a rank is, and sums over a tensor."""
+"""The small pure parts of a step: sums over a tensor, and who owns what."""
 
 from __future__ import annotations
 
@@ -9,24 +9,10 @@ import pytest
 import torch
 
 from workers import step
-from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, Position, ProbeName, RankPhase, TrialSpec
+from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.intervals import Interval, count, union
 from workers.orderings import ORDERINGS, SyncPhase
-from workers.step import PhaseClock, count_nonfinite, expect, moments
-
-
-def test_the_clock_publishes_every_move_in_order() -> None:
-    clock = PhaseClock(5)
-    seen: list[Position] = []
-    clock.on_position = seen.append
-    clock.enter(RankPhase.DP_SYNC, 1, 0)
-    clock.enter(RankPhase.TIE, 1, 0)
-    assert [position.sequence for position in seen] == [1, 2]
-    assert clock.position == Position(5, RankPhase.TIE, 1, 0, 2)
-    assert set(clock.seconds) == {"idle", "dp_sync"}
-    assert all(seconds >= 0 for seconds in clock.seconds.values())
-    clock.restart()
-    assert clock.seconds == {}
+from workers.step import count_nonfinite, expect, moments
 
 
 def test_every_sync_phase_has_a_place() -> None:
@@ -49,7 +35,7 @@ def test_opposite_infinities_do_not_cancel_and_a_large_sum_is_no_fault() -> None
 
 
 def test_moments_are_added_in_float64() -> None:
-    values = torch.full((step._BLOCK_ELEMENTS * 2 + 3,), 0.1)
+    values = torch.full((step.BLOCK_ELEMENTS * 2 + 3,), 0.1)
     total, l2 = moments(values)
     exact = Fraction(float(values[0]))
     assert total == pytest.approx(float(exact * len(values)), rel=1e-13)

@@ -20,6 +20,7 @@ from workers.contract import (
     Judgement,
     Mesh,
     ModelSpec,
+    NormRow,
     OrderingName,
     ProbeName,
     ReplicaRow,
@@ -83,7 +84,14 @@ def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> S
         replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
         loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
         seconds={},
+        grad_norm=healthy_norm(spec, step, at.pp_rank),
     )
+
+
+def healthy_norm(spec: TrialSpec, step: int, pp_rank: int) -> NormRow:
+    known = pp_rank == 0 and (spec.probe is EXACT or step == 0)
+    right = ORDERINGS[spec.ordering].role is Role.SUBJECT
+    return NormRow(2.5 if right else 2.25, 2.5 if known else None, 1e-9 if known else None)
 
 
 def healthy_row(spec: TrialSpec, end: End, dp_rank: int) -> DivergenceRow:
@@ -553,3 +561,74 @@ def test_no_damage_to_a_subject_is_ever_green(_: str, change: Change, world_rank
     assert judgement.verdict is not Verdict.PASS
     assert not summary_of(judgement, GPT, OWN_BUCKET).ok
     assert summary_of(judgement, GPT, BUGGY).ok
+
+
+def with_norm(report: StepReport, **changes: Any) -> StepReport:
+    assert report.grad_norm is not None
+    return replace(report, grad_norm=replace(report.grad_norm, **changes))
+
+
+@pytest.mark.parametrize("ordering", [BUGGY, OWN_BUCKET])
+def test_ranks_with_another_norm_fail_whatever_the_ordering(ordering: OrderingName) -> None:
+    specs = planned()
+    tampered = changed(
+        healthy(specs),
+        lambda report: report.ordering is ordering and report.world_rank == 3,
+        lambda report: with_norm(report, value=2.5000000000000004),
+    )
+    judgement = judge(specs, tampered)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["grad_norm_disagrees"])
+    assert "the rank on world_rank 3 in repeat 0, step 0" in judgement.reasons[0].message
+
+
+@pytest.mark.parametrize("value", [2.5 + 2e-9, 2.5 - 2e-9, inf])
+def test_a_subjects_norm_outside_its_bound_fails(value: float) -> None:
+    specs = planned()
+    shared = [
+        with_norm(report, value=value) if (report.ordering, report.probe, report.step) == (FIXED, GPT, 0) else report
+        for report in healthy(specs)
+    ]
+    judgement = judge(specs, shared)
+    assert judgement.verdict is Verdict.FAIL
+    assert codes(judgement)[-1] == "grad_norm_wrong"
+    trial = next(t for t in judgement.trials if (t.probe, t.ordering) == (GPT, FIXED))
+    assert (trial.ok, trial.grad_norm) == (False, 2.5)
+    assert trial.grad_norm_max_error == abs(value - 2.5)
+
+
+def test_a_norm_within_its_bound_is_right() -> None:
+    specs = planned()
+    shared = [with_norm(report, value=2.5 + 5e-10) if report.ordering is FIXED else report for report in healthy(specs)]
+    assert judge(specs, shared).verdict is Verdict.PASS
+
+
+def test_a_norm_that_is_nan_everywhere_is_not_finite() -> None:
+    specs = planned()
+    judgement = judge(specs, [with_norm(report, value=nan) for report in healthy(specs)])
+    assert judgement.verdict is Verdict.FAIL
+    assert {"non_finite", "grad_norm_wrong"} == set(codes(judgement))
+
+
+@pytest.mark.parametrize("lost", ["norm", "reference"])
+def test_a_norm_that_nobody_judged_is_no_pass(lost: str) -> None:
+    specs = planned()
+
+    def lose(report: StepReport) -> StepReport:
+        if lost == "norm":
+            return replace(report, grad_norm=None)
+        return with_norm(report, reference=None, allowed_error=None)
+
+    reports = [lose(report) if (report.probe, report.step) == (EXACT, 1) else report for report in healthy(specs)]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, set(codes(judgement))) == (Verdict.INCONCLUSIVE, {"grad_norm_not_judged"})
+
+
+def test_a_slow_rank_is_noticed_and_decides_nothing() -> None:
+    specs = planned()
+    seconds = {0: 0.05, 1: 0.35, 2: 0.05, 3: 0.05}
+    reports = [
+        replace(report, compute_seconds={"forward_backward": seconds[report.world_rank]}) for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports)
+    assert judgement.verdict is Verdict.PASS
+    assert [(one.code, one.world_rank) for one in judgement.observations] == [("straggler", 1)]

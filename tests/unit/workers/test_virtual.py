@@ -84,6 +84,10 @@ def test_a_rank_that_gave_nothing_is_seen() -> None:
     mesh.synchronise()
     judged = mesh.judge(local.replay_CP, local.floor_C)
     assert all(judgement.divergence.diverged_elements for judgement in judged.values())
+    row = mesh.norms()[0]
+    assert row.reference is not None
+    assert row.allowed_error is not None
+    assert row.reference - row.value > row.allowed_error
 
 
 def test_replicas_may_be_given_other_data() -> None:
