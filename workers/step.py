@@ -289,7 +289,8 @@ class RankTrial:
         """Own work before and between this step's collectives; on a GPU, whose queue hides it, up to the first."""
         computing, booked = RankPhase.FORWARD_BACKWARD.value, self._clock.compute_seconds
         seconds = {computing: self._pipeline.take_compute_seconds()}
-        if self._device.type != "cuda":
+        # How long a foreign stack waits in collectives of its own is not known.
+        if self._device.type != "cuda" and self._foreign is None:
             # A sync that starts during backward may also wait there, inside of what the pipeline measured.
             seconds[computing] -= self._clock.seconds[computing] - booked[computing]
             seconds |= {phase.value: booked[phase.value] for phase in _COMPUTING if phase.value in booked}
