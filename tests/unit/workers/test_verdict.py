@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from workers.contract import (
+    REFERENCE_STACK,
     BatchSpec,
     Contributor,
     Deviation,
@@ -17,6 +18,7 @@ from workers.contract import (
     Device,
     DivergenceRow,
     End,
+    ForeignOrdering,
     Judgement,
     Mesh,
     ModelSpec,
@@ -25,6 +27,10 @@ from workers.contract import (
     ProbeName,
     ReplicaRow,
     Role,
+    StackFault,
+    StackFinding,
+    StackOrigin,
+    StackRow,
     StepReport,
     TiedRow,
     TrialSpec,
@@ -33,7 +39,7 @@ from workers.contract import (
 )
 from workers.experiment import ExperimentSpec, trials
 from workers.intervals import count, intersect
-from workers.orderings import ORDERINGS
+from workers.orderings import ordering_of
 from workers.parameters import tied_parameter_name
 from workers.prediction import ordering_layouts, trial_misowned
 from workers.verdict import judge
@@ -84,18 +90,26 @@ def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> S
         replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
         loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
         seconds={},
-        grad_norm=healthy_norm(spec, step, at.pp_rank),
+        grad_norm=healthy_norm(spec, step, at.pp_rank) if spec.stack == REFERENCE_STACK else None,
+        stack=None if spec.stack == REFERENCE_STACK else healthy_stack(spec, end),
     )
+
+
+def healthy_stack(spec: TrialSpec, end: End | None) -> StackRow:
+    """All replicas own all of 5,000 elements, of which the tied weight's are judged apart."""
+    tied = spec.model.vocab_size * spec.model.hidden_size if end else 0
+    updated = 5000 if spec.probe is EXACT else 0
+    return StackRow(StackOrigin("acme", "acme_stack:build", "acme-stack", "1.2"), 5000, 5000 - tied, updated, ())
 
 
 def healthy_norm(spec: TrialSpec, step: int, pp_rank: int) -> NormRow:
     known = pp_rank == 0 and (spec.probe is EXACT or step == 0)
-    right = ORDERINGS[spec.ordering].role is Role.SUBJECT
+    right = ordering_of(spec).role is Role.SUBJECT
     return NormRow(2.5 if right else 2.25, 2.5 if known else None, 1e-9 if known else None)
 
 
 def healthy_row(spec: TrialSpec, end: End, dp_rank: int) -> DivergenceRow:
-    ordering = ORDERINGS[spec.ordering]
+    ordering = ordering_of(spec)
     layout = ordering_layouts(spec)[end is End.LM_HEAD]
     name = tied_parameter_name(spec.mesh.pp, 0 if end is End.WTE else spec.mesh.pp - 1)
     owned = layout.owned_intervals(name or "", dp_rank)
@@ -632,3 +646,48 @@ def test_a_slow_rank_is_noticed_and_decides_nothing() -> None:
     judgement = judge(specs, reports)
     assert judgement.verdict is Verdict.PASS
     assert [(one.code, one.world_rank) for one in judgement.observations] == [("straggler", 1)]
+
+
+# --- somebody else's stack ----------------------------------------------------------------------------------------
+
+
+def assert_stack_turns(verdict: Verdict, code: str, probe: ProbeName = EXACT, **values: Any) -> str:
+    """The same of an experiment with a foreign stack; returns what the reason says."""
+    specs = planned(orderings=(BUGGY,), stack="acme")
+    reports = healthy(specs)
+    assert judge(specs, reports).verdict is Verdict.PASS
+
+    def change(report: StepReport) -> StepReport:
+        assert report.stack is not None
+        return replace(report, stack=replace(report.stack, **values))
+
+    def where(report: StepReport) -> bool:
+        return (report.ordering, report.probe, report.world_rank) == (ForeignOrdering.STACK, probe, 3)
+
+    judgement = judge(specs, changed(reports, where, change))
+    assert (judgement.verdict, codes(judgement)) == (verdict, [code])
+    return judgement.reasons[0].message
+
+
+@pytest.mark.parametrize("fault", StackFault)
+def test_a_stacks_fault_fails_with_stack_parameter_and_rank(fault: StackFault) -> None:
+    found = StackFinding(fault, "layers.0.weight", 3, "differs from what it should be")
+    message = assert_stack_turns(Verdict.FAIL, f"stack_{fault.value}", findings=(found,))
+    assert message.startswith("exact/stack acme: layers.0.weight differs from what it should be, on world_rank 3")
+
+
+@pytest.mark.parametrize("missing", ["gradient_elements", "update_elements"])
+def test_a_parameter_that_nobody_judged_is_no_pass(missing: str) -> None:
+    specs = planned(orderings=(BUGGY,), stack="acme", probes=(EXACT,))
+    reports = [
+        replace(report, stack=report.stack and replace(report.stack, **{missing: 1})) for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["stack_not_judged"])
+
+
+def test_ranks_with_different_versions_of_a_stack_prove_nothing() -> None:
+    other = StackOrigin("acme", "acme_stack:build", "acme-stack", "1.3")
+    message = assert_stack_turns(Verdict.INCONCLUSIVE, "stack_differs", GPT, origin=other)
+    assert "acme-stack 1.2" in message
+    assert "acme-stack 1.3" in message
