@@ -245,6 +245,33 @@ def predict(
     return EXIT_PASS
 
 
+@app.command()
+def selftest(
+    mesh: Annotated[str, typer.Option(help="DPxPP local ranks.")] = "2x2",
+    world_ranks: Annotated[str | None, typer.Option(help="Guilty ranks, as 0,3.", show_default="each in turn")] = None,
+    faults: Annotated[
+        str | None, typer.Option(help="Faults, parted by commas.", show_default="the whole catalogue")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Inject every fault on a gang of this machine: is each caught and named? Needs no server, takes minutes."""
+    from service import proving
+    from service.progress import print_json
+    from service.terminal import open_console
+    from workers.selftest import run_selftest
+
+    size = proving.read_mesh(mesh)
+    chosen, ranks = proving.read_faults(faults), proving.read_world_ranks(world_ranks, size)
+    console = open_console(stderr=json)
+    raise_on_signals()
+    proving.print_heading(console)
+    findings = run_selftest(size, chosen, ranks, lambda finding: proving.print_finding(finding, console))
+    if json:
+        print_json({"mesh": mesh, "findings": [proving.plain_finding(finding) for finding in findings]})
+    proving.print_summary(findings, console)
+    return EXIT_PASS if all(finding.ok for finding in findings) else EXIT_FAIL
+
+
 def exit_code(validation: dict[str, Any]) -> int:
     """The exit code that a validation's end means; without a verdict it is an error."""
     codes = {"pass": EXIT_PASS, "fail": EXIT_FAIL, "inconclusive": EXIT_INCONCLUSIVE}

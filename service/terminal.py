@@ -24,7 +24,7 @@ PLAIN_WIDTH = 118
 """Where output goes to a file or a pipe."""
 MAX_SHARD_COLUMNS = 4
 MAX_RANK_ROWS = 32
-TIMINGS = ("queued_s", "reserve_s", "form_s", "run_s", "judge_s", "attempt_s")
+TIMINGS = ("queued_s", "reserve_s", "form_s", "run_s", "repeat_s", "judge_s", "attempt_s")
 VERDICT_STYLES = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 _PHASE_TITLES = {
@@ -84,6 +84,10 @@ def describe_event(kind: str, data: Row) -> str:
         return _describe_trial(data)
     if kind == "trial_finished":
         return f"{_describe_trial(data)}: {_describe_counts(data)}, {_describe_seconds(data)}"
+    if kind == "repeating_elsewhere":
+        return f"{' '.join(data['trials'])} failed; now with the ranks on {' '.join(data['nodes'])}"
+    if kind == "repeated_elsewhere":
+        return f"cause {data['cause']}: {data['message']}"
     if kind == "failed":
         return str(data.get("message") or _describe_values(data))
     return _describe_values(data)

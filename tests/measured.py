@@ -10,12 +10,14 @@ from workers.contract import (
     Mesh,
     Normalization,
     OrderingName,
+    Phase,
     ProbeName,
     Role,
     StepReport,
     TrialSpec,
 )
 from workers.errors import LayoutAssertionError
+from workers.evidence import astray_ranks
 from workers.experiment import ExperimentSpec, resolve, trials
 from workers.intervals import count
 from workers.orderings import ordering_of
@@ -69,8 +71,34 @@ def assert_as_predicted(spec: TrialSpec, reports: Sequence[Sequence[StepReport]]
     elif spec.probe is ProbeName.EXACT and _misses_terms_only(spec):
         # Terms cannot cancel and every element is touched, so the wrong set is the misowned set.
         assert diverged == exposed
+    assert_every_parameter_right(spec, reports, index, steps)
 
 
 def _misses_terms_only(spec: TrialSpec) -> bool:
     by_microbatches = spec.normalization is Normalization.MICROBATCHES
     return by_microbatches and not spec.average_in_collective and not trial_early(spec)
+
+
+def assert_every_parameter_right(
+    spec: TrialSpec, reports: Sequence[Sequence[StepReport]], index: int, steps: int
+) -> None:
+    """No ordering gets a parameter other than the tied weight wrong, nor the tied weight before the ends are added."""
+    mesh = spec.mesh
+    ordering = ordering_of(spec)
+    found = [report for ranks in reports for report in ranks if report.trial_index == index]
+    assert not any(astray_ranks(row) for report in found for row in report.divergence)
+    for pp_rank in range(mesh.pp):
+        of_stage = [row for report in found if report.pp_rank == pp_rank for row in report.parameters]
+        phases = {row.phase: row.total_elements for row in of_stage}
+        holds_an_end = mesh.pp > 1 and pp_rank in (0, mesh.pp - 1)
+        assert (Phase.SCATTERED in phases) == (holds_an_end and ordering.ties_after_sync)
+        for phase, total in phases.items():
+            owned = sum(row.owned_elements for row in of_stage if row.phase is phase)
+            assert owned == total * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0
+    for report in found:
+        for row in report.parameters:
+            wrong = (row.unexpected_elements, row.nonfinite_elements, row.reference_exceeded_elements)
+            assert wrong == (0, 0, 0), (spec, report.world_rank, row)
+            assert (row.first_unexpected, row.deviating_ranks) == (None, ())
+            replayed = row.phase is Phase.FINAL and (spec.probe is ProbeName.EXACT or report.step == 0)
+            assert (row.reference_max_abs_error is not None) == (replayed and row.owned_elements > 0)

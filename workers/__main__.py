@@ -135,7 +135,8 @@ class _Rank:
         judgement: Judgement | None = None
         if not failures and not absent:
             reports = [report for word in words for report in word.reports]
-            judgement = judge(trials(self._spec, self._device), reports)
+            nodes = {word.world_rank: word.fingerprint.node for word in words if word.fingerprint}
+            judgement = judge(trials(self._spec, self._device), reports, nodes)
         error = _error(failures, absent)
         code = ERROR_CODE if judgement is None else EXIT_CODES[judgement.verdict]
         print(dumps(_document(self._spec, judgement, error, code, words, self._options.ranks)), flush=True)

@@ -361,11 +361,80 @@ class TiedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterElement:
+    """One element of one parameter, by name and flat, row-major index."""
+
+    parameter: str
+    element: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParametersRow:
+    """What the elements that one rank owns show in one step, over several parameters of its stage.
+
+    `phase` tells which: `scattered` is the tied weight as that sync left it, before the tie; `final` is every other
+    parameter as the optimizer gets it.
+    """
+
+    phase: Phase
+    total_elements: int
+    """Of these parameters, owned by this rank or not."""
+    owned_elements: int
+    unexpected_elements: int
+    """Further from what the ordering is predicted to leave (nearly always the true sum) than rounding allows."""
+    nonfinite_elements: int
+    first_unexpected: ParameterElement | None
+    last_unexpected: ParameterElement | None
+    max_abs_error: float
+    """From what is predicted."""
+    max_error_over_bound: float
+    min_detectable_share: float
+    """The judge's power, as in `DivergenceRow`."""
+    reference_max_abs_error: float | None
+    """None where there was no replay."""
+    reference_exceeded_elements: int
+    deviations: tuple[Deviation, ...]
+    """What the wrong elements consist of, most elements first; elements count over all these parameters."""
+    deviating_ranks: tuple[int, ...]
+    """World ranks whose own gradient, before any collective, is further from its replay than that one's floor."""
+    first_deviating: ParameterElement | None
+    last_deviating: ParameterElement | None
+    """Between which elements they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteRow:
+    """NaN or infinity in what a rank holds when a phase begins; for `optimizer`, in the weights that it has updated."""
+
+    phase: RankPhase
+    num_elements: int
+    first: ParameterElement
+    last: ParameterElement
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaRow:
     """Digests of what must be equal across dp ranks of one stage: weights after the all-gather."""
 
     initial_weights_digest: str
     weights_digest: str
+    sent_digest: str | None = None
+    """Of the weights that this rank updated and sent to its one replica; None unless there are exactly two."""
+    kept_digest: str | None = None
+    """Of the same weights as they stand after the step; equal to `sent_digest` unless they were damaged here."""
+    received_digest: str | None = None
+    """Of the replica's weights as they stand here after the step; equal to what that one sent unless damaged here."""
+    tied_digest: str | None = None
+    """Of the whole tied gradient once the ends are added, where that comes first: the same at both ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    """What may change rounding from one rank to another, as it stood in a step."""
+
+    num_threads: int
+    allow_tf32: bool
+    allow_bf16_reduction: bool
 
 
 class StackFault(StrEnum):
@@ -451,13 +520,21 @@ class StepReport:
     seconds: dict[str, float]
     """Time by RankPhase value, in seconds, from a monotonic clock."""
     nonfinite_elements: int = 0
-    """Of all this rank's own gradients before any collective, and of its weights after the step; any parameter."""
+    """Of this rank's gradients when a phase of the sync begins, and of the weights it updated; any parameter."""
     stack: StackRow | None = None
     """Of a trial of somebody else's stack."""
     grad_norm: NormRow | None = None
     """None where the step ended before the optimizer."""
     compute_seconds: dict[str, float] = field(default_factory=dict)
     """This rank's own work by RankPhase value, in seconds: never the time in which it waited for another rank."""
+    parameters: tuple[ParametersRow, ...] = ()
+    """What the judges of every other parameter, and of the tied weight between two phases, found."""
+    nonfinite: tuple[NonfiniteRow, ...] = ()
+    """Where `nonfinite_elements` are, phase by phase; empty where all is finite."""
+    settings: ComputeSettings | None = None
+    """With which this step was computed."""
+    drill_struck: bool = False
+    """Whether the trial's drill did anything on this rank in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,12 +593,40 @@ class TrialSummary:
     ok: bool
 
 
+class JudgeName(StrEnum):
+    """Who found a fault; each is blind to what another sees."""
+
+    EXACT = "exact"
+    """Any difference from the integer answer."""
+    SYNC = "sync"
+    """Synchronised gradients against the sum of all ranks' own, within the bound of rounding."""
+    REFERENCE = "reference"
+    """Each rank's own gradients against one process's, within its floor."""
+    REPLICAS = "replicas"
+    """Bits of what must be equal on several ranks."""
+    NORM = "norm"
+    """The global gradient norm against one process's."""
+    FINITE = "finite"
+    """NaN and infinity, before each collective."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a verdict is what it is: a stable code and a sentence."""
+    """Why a verdict is what it is: a stable code and a sentence; of a fault also who found it, and where it is."""
 
     code: str
     message: str
+    judge: JudgeName | None = None
+    world_rank: int | None = None
+    """The rank at fault, where the evidence points to one."""
+    node: str | None = None
+    """Of that rank; or of all suspects, where they are several on one node and others are elsewhere."""
+    phase: RankPhase | None = None
+    """The first phase after which something was wrong."""
+    parameter: str | None = None
+    """The parameter in which all wrong elements lie; None where there are several."""
+    element: int | None = None
+    """The first wrong one of `parameter`, flat, row-major."""
 
 
 @dataclass(frozen=True, slots=True)

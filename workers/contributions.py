@@ -80,6 +80,21 @@ class TiedSync:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyScatter:
+    """What a scatter leaves of one end where some of it came too late for it: see `TiedSync`, before its tie."""
+
+    dp: int
+    summed: float
+    early: Intervals
+
+    def mixtures(self, end_index: int, dp_rank: int) -> tuple[Mixture, ...]:
+        """Of the owner `dp_rank`; there is one end."""
+        late = [-self.summed] * self.dp
+        late[dp_rank] += 1.0
+        return (Mixture(self.early, (self.summed,) * self.dp, tuple(late), extra_roundings=2),)
+
+
+@dataclass(frozen=True, slots=True)
 class MeanOfMeans:
     """Every replica's mean over its own tokens counts alike, though they hold different numbers."""
 

@@ -28,11 +28,51 @@ from workers.explanation import Wrong
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import Intervals, intersect
-from workers.mesh import end_of
+from workers.mesh import Members, end_of
 
 UNIT_ROUNDOFF = 2.0**-24
 SMALLEST_SUBNORMAL = 2.0**-149
 DOUBLE_ROUNDOFF = 2.0**-53
+
+
+class Span:
+    """The first and the last of the elements that were picked so far."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def include(self, intervals: Intervals, picked_n: Tensor) -> None:
+        """Take in the picked elements of one piece."""
+        found = picked_n.nonzero()
+        if found.numel() == 0:
+            return
+        first, last = element_at(intervals, int(found[0])), element_at(intervals, int(found[-1]))
+        self.first = first if self.first is None else min(self.first, first)
+        self.last = last if self.last is None else max(self.last, last)
+
+
+class Astray:
+    """Whose own gradients were wrong before any collective, and between which elements."""
+
+    def __init__(self) -> None:
+        self.world_ranks: set[int] = set()
+        self.span = Span()
+
+    def add(self, members: Members, intervals: Intervals, astray_Cn: Tensor) -> None:
+        """Take in one piece; a mask for each contributor."""
+        self.world_ranks |= {members[index] for index in astray_Cn.any(dim=1).nonzero().flatten().tolist()}
+        self.span.include(intervals, astray_Cn.any(dim=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Surprise:
+    """How far values are from what the ordering is predicted to leave, right or wrong."""
+
+    span: Span
+    """Of the elements that are too far."""
+    max_abs: float
+    max_over_bound: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +81,8 @@ class EndJudgement:
 
     divergence: DivergenceRow
     tied: TiedRow | None
+    astray: Astray
+    surprise: Surprise
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +132,8 @@ class _Owner:
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._peaks = dict.fromkeys(_PEAKS, 0.0)
         self._sums = dict.fromkeys(_SUMS, 0.0)
-        self._first: int | None = None
-        self._last: int | None = None
+        self._diverged_span, self._surprise_span = Span(), Span()
+        self._astray = Astray()
         self._replayed = False
         self._tied = False
         self._attribution = Attribution(expectation, index)
@@ -149,16 +191,21 @@ class _Owner:
         error = (synced - truth).abs()
         self._attribute(piece, synced, terms, bound, ~(error <= bound))
         diverged = ~(error <= bound)
-        as_predicted = (synced - (truth - closed.missing)).abs() <= closed.bound
+        off = (synced - (truth - closed.missing)).abs()
+        as_predicted = off <= closed.bound
+        surprising = diverged & ~deviates | deviates & ~as_predicted
         must = deviates & (closed.missing.abs() > bound + closed.bound)
         self._count("owned", synced.numel())
         self._count("diverged", diverged)
         self._count("predicted", must)
         # Exactly as predicted also in value: such an element with another value than the closed form is a surprise.
         self._count("missed", must & ~(diverged & as_predicted) if self._exact else must & ~diverged)
-        self._count("unexpected", diverged & ~deviates | deviates & ~as_predicted)
+        self._count("unexpected", surprising)
         self._count("nonfinite", ~torch.isfinite(synced))
-        self._locate(piece.intervals, diverged)
+        self._diverged_span.include(piece.intervals, diverged)
+        self._surprise_span.include(piece.intervals, surprising)
+        self._peak("off", off)
+        self._peak("off_over_bound", _ratio(off, closed.bound))
         self._peak("error", error)
         self._peak("error_over_bound", _ratio(error, bound))
         self._peak("bound", bound)
@@ -191,6 +238,7 @@ class _Owner:
         astray_Cn = ~((terms - replayed).abs() <= 2 * floor_C[:, None])
         if astray_Cn.any():
             self._attribution.add_local(element_ids(piece.intervals, synced.device), astray_Cn)
+            self._astray.add(self._expectation.members, piece.intervals, astray_Cn)
         exceeded |= astray_Cn.any(dim=0)
         self._replayed = True
         self._count("reference_exceeded", exceeded)
@@ -221,8 +269,8 @@ class _Owner:
             missed_elements=counts["missed"],
             unexpected_elements=counts["unexpected"],
             nonfinite_elements=counts["nonfinite"],
-            first_diverged=self._first,
-            last_diverged=self._last,
+            first_diverged=self._diverged_span.first,
+            last_diverged=self._diverged_span.last,
             max_abs_error=peaks["error"],
             relative_l2_error=_divide(math.sqrt(sums["error_squared"]), math.sqrt(truth_squared)),
             max_error_over_bound=peaks["error_over_bound"],
@@ -235,7 +283,8 @@ class _Owner:
             digest=digest([synced_owned]),
             deviations=self._attribution.conclude(answer),
         )
-        return EndJudgement(divergence, self._tied_row() if self._tied else None)
+        surprise = Surprise(self._surprise_span, peaks["off"], peaks["off_over_bound"])
+        return EndJudgement(divergence, self._tied_row() if self._tied else None, self._astray, surprise)
 
     def _tied_row(self) -> TiedRow:
         return TiedRow(
@@ -259,14 +308,6 @@ class _Owner:
     def _sum(self, name: str, value: Tensor) -> None:
         self._sums[name] += float(value)
 
-    def _locate(self, intervals: Intervals, diverged: Tensor) -> None:
-        found = diverged.nonzero()
-        if found.numel() == 0:
-            return
-        first, last = element_at(intervals, int(found[0])), element_at(intervals, int(found[-1]))
-        self._first = first if self._first is None else min(self._first, first)
-        self._last = last if self._last is None else max(self._last, last)
-
 
 _COUNTS = (
     "owned",
@@ -281,7 +322,7 @@ _COUNTS = (
     "tied_exceeded",
     "weights",
 )
-_PEAKS = ("error", "error_over_bound", "bound", "term", "reference_error", "tied", "weights")
+_PEAKS = ("error", "error_over_bound", "off", "off_over_bound", "bound", "term", "reference_error", "tied", "weights")
 _SUMS = ("value", "value_squared", "truth_squared", "value_truth", "error_squared")
 
 

@@ -12,10 +12,12 @@ from math import isfinite, isnan, prod
 
 from workers.contract import (
     REFERENCE_STACK,
+    DeviationKind,
     DivergenceRow,
     End,
     Fingerprint,
     NormRow,
+    Phase,
     ProbeName,
     Role,
     StackFinding,
@@ -28,6 +30,7 @@ from workers.contract import (
 )
 from workers.intervals import count
 from workers.orderings import ordering_of
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, stage_parameters
 from workers.prediction import trial_exposed
 
 Place = tuple[int, int, int]
@@ -163,8 +166,32 @@ def disagreements(evidence: Evidence) -> Iterator[tuple[StepReport, StepReport]]
     first: dict[tuple[int, int, int, int], StepReport] = {}
     for report in evidence.reports:
         other = first.setdefault((report.trial_index, report.step, report.pp_rank, report.tp_rank), report)
-        if other.replica != report.replica:
+        if not _same_weights(other, report):
             yield other, report
+
+
+def _same_weights(one: StepReport, other: StepReport) -> bool:
+    return (one.replica.initial_weights_digest, one.replica.weights_digest) == (
+        other.replica.initial_weights_digest,
+        other.replica.weights_digest,
+    )
+
+
+def astray_ranks(row: DivergenceRow) -> set[int]:
+    """World ranks whose own gradient of the tied weight was off, as far as the row lists them."""
+    return {
+        contributor.world_rank
+        for deviation in row.deviations
+        if deviation.kind is DeviationKind.LOCAL
+        for contributor in deviation.contributors
+    }
+
+
+def deviations(evidence: Evidence) -> Iterator[tuple[StepReport, int]]:
+    """World ranks whose own gradients were off before any collective, each with the report that says so."""
+    for report in evidence.reports:
+        yield from ((report, world_rank) for row in report.divergence for world_rank in astray_ranks(row))
+        yield from ((report, world_rank) for row in report.parameters for world_rank in row.deviating_ranks)
 
 
 def norms(evidence: Evidence) -> Iterator[tuple[StepReport, NormRow]]:
@@ -234,6 +261,37 @@ def uncovered_steps(evidence: Evidence) -> Iterator[tuple[int, int, End]]:
         yield from ((index, step, end) for end in ends if compared[index, step, end] < evidence.num_elements)
 
 
+def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Phase]]:
+    """(trial_index, step, pp_rank, phase) in which not every element of a stage's parameters was compared.
+
+    A foreign stack's have an audit of their own (`unaudited_steps`).
+    """
+    if evidence.spec.stack != REFERENCE_STACK:
+        return
+    compared: dict[tuple[int, int, int, Phase], int] = defaultdict(int)
+    for report in evidence.reports:
+        for row in report.parameters:
+            compared[report.trial_index, report.step, report.pp_rank, row.phase] += row.owned_elements
+    due = dict(_parameters_due(evidence.spec))
+    for index, step in _steps(evidence.specs):
+        for (pp_rank, phase), num_elements in due.items():
+            if compared[index, step, pp_rank, phase] < num_elements:
+                yield index, step, pp_rank, phase
+
+
+def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
+    """How many elements each judge of a stage's parameters must have compared in a step."""
+    mesh, tied = spec.mesh, prod((spec.model.vocab_size, spec.model.hidden_size))
+    for pp_rank in range(mesh.pp):
+        shapes = [
+            shape for stage in mesh.stages(pp_rank) for shape in stage_parameters(spec.probe, spec.model, mesh, stage)
+        ]
+        inner = sum(shape.numel for shape in shapes if shape.name not in (WORD_EMBEDDINGS, OUTPUT_LAYER))
+        yield (pp_rank, Phase.FINAL), inner
+        if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ordering_of(spec).ties_after_sync:
+            yield (pp_rank, Phase.SCATTERED), tied
+
+
 def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
     """(trial_index, step) in which the two ends were not compared in full; none where there is one end only."""
     compared: dict[tuple[int, int], int] = defaultdict(int)
@@ -243,7 +301,7 @@ def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
         yield from (at for at in _steps(evidence.specs) if compared[at] < evidence.num_elements)
 
 
-def stack_findings(evidence: Evidence) -> Iterator[tuple[StepReport, StackFinding]]:
+def stack_faults(evidence: Evidence) -> Iterator[tuple[StepReport, StackFinding]]:
     """Everything that was found wrong with a foreign stack beyond the tied weight's gradient."""
     for report in evidence.reports:
         if report.stack is not None:

@@ -3,7 +3,7 @@
 By all-to-all among the holders of the tied weight, never by the collective under test. Does not judge.
 
 Shape legend: P = elements of the tied weight; n = elements of one piece of an owner's intervals; C = contributors, in
-the order of `workers.mesh.ends_members`.
+the order of `Expectation.members`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from workers.communicator import ProcessGroups
 from workers.contract import Mesh, ProbeName
-from workers.contributions import MeanOfMeans, TiedSync
+from workers.contributions import EarlyScatter, MeanOfMeans, TiedSync
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.intervals import EMPTY, Interval, Intervals, count, intersect, pieces
-from workers.mesh import Members, ends_members
+from workers.mesh import Members
 from workers.rank_code import RankCode
 
 PIECE_ELEMENTS = 1 << 18
@@ -39,23 +39,20 @@ class Expectation:
 
     probe: ProbeName
     mesh: Mesh
+    members: Members
+    """World ranks of the holders: the first end by dp_rank, then (where there are two) the other."""
     prescale: Prescale
     """What the true sum is divided by, however the ordering goes about it."""
     sharded: bool
     """Each element has one owner at each end; otherwise every rank owns everything."""
     bit_tied: bool
     """Both ends add in the same order, so that any difference between them is a fault."""
-    tied_sync: TiedSync | MeanOfMeans | None
+    tied_sync: TiedSync | EarlyScatter | MeanOfMeans | None
     """Where and how the ordering leaves something else than the true sum; None where it never does."""
     owned: tuple[Intervals, ...]
-    """By index in `ends_members`: the elements that holder owns (all of them without a distributed optimizer)."""
+    """By index in `members`: the elements that holder owns (all of them without a distributed optimizer)."""
     code: RankCode | None
     """How contributors sign their gradients; None where they do not."""
-
-    @property
-    def members(self) -> Members:
-        """World ranks of the holders."""
-        return ends_members(self.mesh)
 
     @property
     def early(self) -> Intervals:

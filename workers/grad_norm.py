@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from workers.communicator import Communicator, ProcessGroups
-from workers.contract import Coordinates, Mesh, NormRow, OrderingName, ProbeName, TrialSpec
+from workers.contract import Coordinates, Mesh, NormRow, ProbeName, TrialSpec
 from workers.divergence import DOUBLE_ROUNDOFF, SMALLEST_SUBNORMAL, rounding_bound
+from workers.faults import data_of
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
 from workers.mesh import Members, dp_members, pp_members, world_members
@@ -114,7 +115,7 @@ class NormReferences:
         """
         if at.pp_rank != 0 or (spec.probe is ProbeName.GPT and step > 0):
             return None
-        key = (replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=None), step)
+        key = (data_of(spec), step)
         if key not in self._known:
             if len(self._known) >= MAX_CACHED_REFERENCES:
                 self._known.popitem(last=False)

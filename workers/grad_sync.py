@@ -90,6 +90,12 @@ def token_divisor(probe: ProbeName, num_tokens: int) -> int:
     return clamped if probe is ProbeName.GPT else 1 << (clamped - 1).bit_length()
 
 
+def mean_factors(spec: TrialSpec) -> tuple[float, ...]:
+    """By dp_rank: what a trial multiplies its contributions by where each replica divides by its own valid tokens."""
+    factor = prescale_of(spec).factor
+    return tuple(factor / token_divisor(spec.probe, num_tokens) for num_tokens in valid_tokens(spec))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     """Valid tokens of the step, int64 [1] by hosted world rank: right on the last stage, any value elsewhere."""

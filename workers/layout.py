@@ -239,17 +239,17 @@ class _Packer:
         self.params: list[PlacedParameter] = []
         self.bucket_start = 0
         self.cursor = 0
-        self.num_open = 0
+        self.is_open = False
 
     def place(self, parameter: ParameterShape) -> None:
         """Put one parameter behind what is there, in a bucket of its own where the rule says so."""
         own_bucket = self.rule.own_bucket and parameter.shared_embedding
         start = _pad(self.cursor, self.rule.parameter_alignment)
-        if own_bucket and self.num_open:
+        if own_bucket and self.is_open:
             start = self._begin_own_bucket(start)
         stop = start + parameter.numel
         self.params.append(PlacedParameter(parameter.name, start, stop, len(self.buckets), parameter.shared_embedding))
-        self.num_open += 1
+        self.is_open = True
         self.cursor = stop
         full = self.bucket_size is not None and stop - self.bucket_start >= self.bucket_size
         if own_bucket or full:
@@ -257,7 +257,7 @@ class _Packer:
 
     def finish(self) -> None:
         """Close the bucket that is still open, if any."""
-        if self.num_open:
+        if self.is_open:
             self._close_bucket(self.cursor)
 
     def _begin_own_bucket(self, start: int) -> int:
@@ -276,7 +276,7 @@ class _Packer:
         padded_end = _pad(end, self.rule.bucket_divisor(self.dp))
         self.buckets.append(BufferBucket(self.bucket_start, padded_end - self.bucket_start, end - self.bucket_start))
         self.bucket_start = padded_end
-        self.num_open = 0
+        self.is_open = False
         return padded_end
 
 

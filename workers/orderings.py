@@ -15,6 +15,7 @@ from workers.contract import (
     ForeignOrdering,
     Normalization,
     OrderingName,
+    RankPhase,
     Role,
     TrialOrdering,
     TrialSpec,
@@ -41,6 +42,18 @@ DP_PHASES = (SyncPhase.DP_REDUCE_SCATTER, SyncPhase.DP_ALL_REDUCE)
 """Those that sum over the dp replicas, of which every ordering has one."""
 
 
+RANK_PHASES: Mapping[SyncPhase, RankPhase] = MappingProxyType(
+    {
+        SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
+        SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
+        SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
+        SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
+        SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
+    }
+)
+"""Where a rank is during each of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ordering:
     """How gradients are laid out and synchronised."""
@@ -60,6 +73,12 @@ class Ordering:
     def rule(self) -> LayoutRule:
         """The layout's rule."""
         return RULES[self.layout]
+
+    @property
+    def ties_after_sync(self) -> bool:
+        """Whether the data-parallel sync, of either kind, is over when the two ends are added."""
+        [sync] = [phase for phase in self.phases if phase in DP_PHASES]
+        return self.phases.index(sync) < self.phases.index(SyncPhase.TIE_ALL_REDUCE)
 
     @property
     def ties_after_scatter(self) -> bool:

@@ -7,6 +7,7 @@ all valid tokens, or takes the mean of every rank's own mean. Pure; the models m
 from __future__ import annotations
 
 from workers.contract import Normalization, TrialSpec
+from workers.faults import data_rank
 
 _SHARES = (1, 2, 4)
 """A dp rank's sequences are filled to 1/share, in turn."""
@@ -22,7 +23,8 @@ def num_valid_tokens(spec: TrialSpec, dp_rank: int) -> int:
     num_sequences = spec.batch.micro_batch_size * spec.batch.num_microbatches
     if spec.normalization is not Normalization.NUM_TOKENS:
         return num_sequences * spec.model.seq_len
-    return sum(valid_length(spec.model.seq_len, dp_rank, sequence) for sequence in range(num_sequences))
+    source_rank = data_rank(spec, dp_rank)
+    return sum(valid_length(spec.model.seq_len, source_rank, sequence) for sequence in range(num_sequences))
 
 
 def valid_tokens(spec: TrialSpec) -> tuple[int, ...]:

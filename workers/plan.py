@@ -30,7 +30,7 @@ from workers.experiment import (
     resolve,
     trials,
 )
-from workers.faults import FAULTS
+from workers.faults import FAULTS, FaultName, why_not
 from workers.parameters import stage_parameters
 from workers.prediction import ordering_layouts
 
@@ -231,11 +231,25 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
         return
     if drill.fault not in FAULTS:
         yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(FAULTS)}", "name one of them")
+    else:
+        yield from _drill_place_violations(spec, drill)
     yield from _drill_binding_violations(spec, drill)
     yield from _in_range(("drill", "step"), drill.step, 0, max(0, spec.steps - 1))
     if not 0 < drill.probability <= 1:
         rule = "a probability is above 0 and at most 1"
         yield Violation(("drill", "probability"), drill.probability, rule, "ask for 1 to strike every time")
+
+
+def _drill_place_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Violation]:
+    fault = FAULTS[FaultName(drill.fault)]
+    in_mesh = drill.world_rank is not None and 0 <= drill.world_rank < spec.mesh.world_size
+    why = why_not(fault, spec.mesh, drill.world_rank if in_mesh else None)
+    if why is not None:
+        remedy = "ask for another fault, mesh or rank"
+        yield Violation(("drill", "fault"), drill.fault, f"it cannot be exercised here: {why}", remedy)
+    if fault.name is FaultName.TIE_OVER_WRONG_GROUP and drill.node is not None:
+        rule = f"{fault.name.value} takes several ranks of different nodes and is bound to one by its world_rank"
+        yield Violation(("drill", "node"), drill.node, rule, "give world_rank instead")
 
 
 def _drill_binding_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Violation]:

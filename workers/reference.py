@@ -17,6 +17,7 @@ from workers.contract import End, ProbeName, TrialSpec
 from workers.errors import ExactnessError, SpecError
 from workers.exactness import EXACT_LIMIT, code_digits, coded_bound
 from workers.models import build_stage, exact, microbatch_loss, microbatches
+from workers.parameters import tied_parameter_name
 from workers.rank_code import contributor_index, rank_code
 
 
@@ -41,6 +42,30 @@ def replay_tied_gradients(
     stages = _build_stages(spec, step, device, dtype)
     flat = [total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, _tied_weights(stages))]
     return TiedGradients(flat[0], flat[1] if len(flat) > 1 else None)
+
+
+def replay_inner_gradients(
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    of_stages: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Local gradients of `dp_rank` of every parameter of some stages but the tied weight, flat [N], as registered.
+
+    As `replay_tied_gradients`. In float64 the exact probe's gradients are the integers themselves.
+    """
+    stages = _build_stages(spec, step, device, dtype)
+    inner: list[torch.Tensor] = [
+        parameter
+        for stage in of_stages
+        for name, parameter in stages[stage].named_parameters()
+        if name != tied_parameter_name(spec.mesh.num_stages, stage)
+    ]
+    if not inner:
+        return torch.zeros(0, device=device)
+    return torch.cat([total.flatten() for total in _accumulate(spec, step, dp_rank, device, stages, inner)])
 
 
 class WholeGradient(NamedTuple):
@@ -84,6 +109,7 @@ def _signed(spec: TrialSpec, end: End, dp_rank: int, grad_P: torch.Tensor) -> to
 
 
 def _build_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch.dtype | None) -> list[nn.Module]:
+    """The whole model with its weights of `step`. SpecError where they follow from training."""
     if spec.probe is ProbeName.GPT and step != 0:
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"

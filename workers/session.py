@@ -8,20 +8,18 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from workers.checks.fingerprint import node_name, read_fingerprint
 from workers.contract import (
-    REFERENCE_STACK,
     Device,
     End,
     Fingerprint,
     Mesh,
-    OrderingName,
     Position,
     ProbeName,
     RankFailure,
@@ -31,11 +29,15 @@ from workers.contract import (
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
 from workers.exchange import Replay
+from workers.faults import data_of
 from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
 from workers.phase_clock import PhaseClock
-from workers.reference import replay_tied_gradients, signed_tied_gradients
+from workers.reference import replay_inner_gradients, replay_tied_gradients, signed_tied_gradients
 from workers.step import RankTrial
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 MAX_CACHED_MESHES = 4
 MAX_CACHED_REPLAYS = 8
@@ -186,20 +188,31 @@ class ReplayMemo:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: OrderedDict[tuple[TrialSpec, int, int], tuple[Replay, Replay]] = OrderedDict()
+        self._inner: OrderedDict[tuple[TrialSpec, int, int, tuple[int, ...]], Replay] = OrderedDict()
 
     def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
         """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
         if spec.probe is ProbeName.GPT and step > 0:
             return None
-        # Neither the ordering nor the number of steps changes the data or the weights.
-        data = replace(spec, ordering=OrderingName.FIXED, stack=REFERENCE_STACK, steps=1, repeat=0, drill=None)
-        key = (data, step, dp_rank)
-        if key not in self._known:
-            if len(self._known) >= MAX_CACHED_REPLAYS:
-                self._known.popitem(last=False)
-            self._known[key] = compute_replays(spec, step, dp_rank, self._device)
-        self._known.move_to_end(key)
-        return self._known[key][0 if end is End.WTE else 1]
+        key = (data_of(spec), step, dp_rank)
+        replays = _remembered(self._known, key, lambda: compute_replays(spec, step, dp_rank, self._device))
+        return replays[0 if end is End.WTE else 1]
+
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...]) -> Replay | None:
+        """The replay of some stages' other parameters, flat and as registered; None for gpt after its first step."""
+        if spec.probe is ProbeName.GPT and step > 0:
+            return None
+        key = (data_of(spec), step, dp_rank, stages)
+        return _remembered(self._inner, key, lambda: compute_inner_replay(spec, step, dp_rank, stages, self._device))
+
+
+def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:
+    if key not in known:
+        if len(known) >= MAX_CACHED_REPLAYS:
+            known.popitem(last=False)
+        known[key] = compute()
+    known.move_to_end(key)
+    return known[key]
 
 
 def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.device) -> tuple[Replay, Replay]:
@@ -214,6 +227,17 @@ def compute_replays(spec: TrialSpec, step: int, dp_rank: int, device: torch.devi
     if replayed.lm_head_P is None or precise.lm_head_P is None:
         return wte, wte
     return wte, Replay(replayed.lm_head_P, _distance(replayed.lm_head_P, precise.lm_head_P))
+
+
+def compute_inner_replay(
+    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device
+) -> Replay:
+    """One dp rank's contribution to some stages' parameters other than the tied weight, with its floor."""
+    precise = replay_inner_gradients(spec, step, dp_rank, stages, device, dtype=torch.float64)
+    if spec.probe is ProbeName.EXACT:
+        return Replay(precise.float(), 0.0)
+    replayed = replay_inner_gradients(spec, step, dp_rank, stages, device)
+    return Replay(replayed, _distance(replayed, precise))
 
 
 def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:

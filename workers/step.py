@@ -6,21 +6,28 @@ judgement. The measured code never looks at the judgement's data.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from workers.checks.replicas import digest
-from workers.communicator import Communicator, ProcessGroups
+from workers.checks.fingerprint import read_settings
+from workers.checks.finiteness import find_nonfinite, find_nonfinite_weights
+from workers.checks.named import Named, name_parameters
+from workers.checks.parameters import ParameterJudges, Scene
+from workers.checks.replicas import GatherWatch, digest
+from workers.communicator import ProcessGroups
 from workers.contract import (
     REFERENCE_STACK,
+    ComputeSettings,
     Coordinates,
     DivergenceRow,
     End,
+    NonfiniteRow,
     Normalization,
     NormRow,
+    ParametersRow,
     Phase,
     ProbeName,
     RankPhase,
@@ -34,19 +41,17 @@ from workers.contract import (
 from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
-from workers.faults import is_struck
 from workers.foreign import ForeignStack
 from workers.grad_buffer import select
 from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
-from workers.grad_sync import prescale_of, scale_of, token_divisor
+from workers.grad_sync import mean_factors, prescale_of, scale_of
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.local_gradients import LocalGradients
 from workers.mesh import MeshGroups, dp_members, end_of, ends_members, pp_members, tie_members
 from workers.models import build_stage, count_valid, microbatches, seed_weights
 from workers.optimizer import optimizer_for
-from workers.orderings import Ordering, SyncPhase, ordering_of
-from workers.padding import valid_tokens
+from workers.orderings import RANK_PHASES, Ordering, ordering_of
 from workers.parameters import tied_parameter_name
 from workers.phase_clock import PhaseClock
 from workers.pipeline import Pipeline
@@ -55,15 +60,9 @@ from workers.rank_code import rank_code, sign_gradients
 from workers.reference import signed_tied_sum
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
-from workers.strikes import arm
+from workers.strikes.arsenal import arm
+from workers.strikes.strike import Victim
 
-_RANK_PHASES = {
-    SyncPhase.DP_REDUCE_SCATTER: RankPhase.DP_SYNC,
-    SyncPhase.DP_ALL_REDUCE: RankPhase.DP_SYNC,
-    SyncPhase.TIE_ALL_REDUCE: RankPhase.TIE,
-    SyncPhase.NUM_TOKENS_SCALE: RankPhase.NORMALIZE,
-    SyncPhase.OWN_TOKENS_SCALE: RankPhase.NORMALIZE,
-}
 _COMPUTING = (RankPhase.DP_SYNC, RankPhase.TIE, RankPhase.NORMALIZE, RankPhase.OPTIMIZER)
 """Phases whose own work is what is left of them outside of collectives."""
 
@@ -71,8 +70,14 @@ MAX_ANSWER_ELEMENTS = 1 << 26
 """Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
 
 
-ReplaySource = Callable[[TrialSpec, int, int, End], Replay | None]
-"""(spec, step, dp_rank of the contribution, its end) -> its replay, or None where the weights are not known."""
+class ReplaySource(Protocol):
+    """Contributions as a single process computes them; None where the weights are not known."""
+
+    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End) -> Replay | None:
+        """What `dp_rank` contributes to one end of the tied weight."""
+
+    def inner(self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...]) -> Replay | None:
+        """What `dp_rank` contributes to every other parameter of some stages, flat and as registered."""
 
 
 class RankTrial:
@@ -101,9 +106,11 @@ class RankTrial:
         communicator = ProcessGroups(coordinates.world_rank, groups)
         clock.waited_s = lambda: communicator.waited_s
         self._communicator = communicator
+        self._watch = GatherWatch(communicator)
         self._prescale = prescale_of(spec)
-        self._node = node
         clock.enter(RankPhase.BUILDING, trial_index)
+        where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
+        self._strike = arm(Victim(spec, coordinates, where, self._communicator), node)
         self._build(groups, device)
         expectation = expect(spec, self._ordering)
         self._expectation = self._foreign.expect(expectation) if self._foreign else expectation
@@ -119,21 +126,26 @@ class RankTrial:
             if name := tied_parameter_name(spec.mesh.num_stages, stage):
                 self._tied = module.get_parameter(name)
                 self._shards = [layout.owned_intervals(name, shard) for shard in range(spec.mesh.dp)]
+        self._named = name_parameters(self._modules)
+        self._strike.modules_built(self._modules)
         self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         # Before the stack's hooks, so that they see a gradient before the stack does.
         watched = spec.overlap or spec.stack != REFERENCE_STACK
         self._local = LocalGradients(tuple(self._parameters()), self._tied) if watched else None
         self._foreign: ForeignStack | None = None
         self._stack = self._build_stack(groups, layouts)
+        self._judges = self._build_judges()
         self._pipeline = Pipeline(self._modules, spec, at.pp_rank, groups[pp_members(spec.mesh, at.dp_rank)], device)
         self.norm = GradNorm(spec.mesh, at, self._stack, self._modules, self._ordering.distributed_optimizer)
+        self._strike.step_built(self._pipeline, self.norm)
         self._device = device
         self._local_P: Tensor | None = None
+        self._tied_digest: str | None = None
         self._initial_digest = self._digest_weights()
 
     def _build_stack(self, groups: MeshGroups, layouts: list[BufferLayout]) -> Stack:
         spec, at = self._spec, self._at
-        self._tested = self._struck(self._communicator)
+        self._tested = self._strike.around_communicator(self._watch)
         holds_an_end = self._tied is not None and spec.mesh.pp > 1
         context = StackContext(
             mesh=spec.mesh,
@@ -154,14 +166,16 @@ class RankTrial:
             self._foreign = ForeignStack(spec, context, self._local, self._communicator)
             self._shards = self._foreign.shards
             return self._foreign.stack
-        return ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
+        stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
+        return self._strike.around_stack(stack, [each.parameter for each in self._named], self._tied)
 
-    def _struck(self, communicator: ProcessGroups) -> Communicator:
-        """What the stack under test talks through; the judge has its own."""
-        drill = self._spec.drill
-        if drill is None or not is_struck(self._spec, self._at.world_rank, self._node):
-            return communicator
-        return arm(drill, communicator, lambda: (self._clock.position.phase, self._clock.position.step))
+    def _build_judges(self) -> ParameterJudges | None:
+        """None for a foreign stack, which has an audit of its own."""
+        spec, at = self._spec, self._at
+        if self._foreign is not None:
+            return None
+        scene = Scene(spec, at, self._stack, self._local_grad, self._communicator)
+        return ParameterJudges(scene, self._named, self._tied)
 
     def run(self) -> Iterator[StepReport]:
         """Every step of the trial, in order."""
@@ -173,9 +187,11 @@ class RankTrial:
         self._clock.restart()
         loss = self._compute_gradients(step)
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite = count_nonfinite(*map(self._local_grad, self._parameters()))
         local_P, trace = self._observe_local()
-        self._synchronise(step, trace)
+        late_P = None if self._local is None else self._local.last_P
+        if self._judges is not None:
+            self._judges.remember(local_P, late_P)
+        broken = self._synchronise(step, trace)
         if self._foreign is not None:
             self._enter(RankPhase.STATISTICS, step)
             self._foreign.remember()
@@ -183,15 +199,20 @@ class RankTrial:
         # A foreign stack is judged element by element; its ownership need not be one that our norm can add up.
         norm = None if self._foreign else self.norm.measure(self._tested)
         self._stack.step()
+        settings = read_settings()
+        self._strike.after_step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
+        parameters = self._judge_parameters(step)
         norm_row = None if norm is None else self._judge_norm(step, norm)
         stack = self._foreign.conclude() if self._foreign else None
         self._enter(RankPhase.STATISTICS, step)
-        num_nonfinite += count_nonfinite(*(parameter.detach() for parameter in self._parameters()))
-        replica = ReplicaRow(self._initial_digest, self._digest_weights())
+        broken += find_nonfinite_weights(self._named, self._stack.owned)
+        replica = self._watch.conclude(self._initial_digest, self._digest_weights(), self._tied_digest)
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, replica, loss, num_nonfinite, norm_row, stack)
+        return self._report(
+            step, divergence, tuple(trace), tied, parameters, replica, loss, broken, norm_row, settings, stack
+        )
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -213,9 +234,12 @@ class RankTrial:
         if self._local is not None:
             self._local.zero()
         self._signer.begin_step()
+        self._strike.before_forward()
         tokens, targets = microbatches(self._spec, step, self._at.dp_rank, self._device)
         self._targets = targets
-        return self._pipeline.run_step(tokens, targets)
+        loss = self._pipeline.run_step(tokens, targets)
+        self._strike.after_backward()
+        return loss
 
     def _count_tokens(self) -> Tensor:
         """Valid tokens of this step, int64 [1]; only the last stage looks at targets."""
@@ -235,24 +259,38 @@ class RankTrial:
         """The sum over this rank's microbatches; with overlap the stack's own is being synchronised already."""
         return self._stack.grad(parameter) if self._local is None else self._local.grad(parameter)
 
-    def _synchronise(self, step: int, trace: list[TraceRow]) -> None:
-        upcoming = (_RANK_PHASES[phase] for phase in self._ordering.phases)
+    def _synchronise(self, step: int, trace: list[TraceRow]) -> list[NonfiniteRow]:
+        """Run the sync, observed phase by phase; what was not finite when a phase began."""
+        upcoming = [RANK_PHASES[phase] for phase in self._ordering.phases]
+        broken = find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._local_grad)
 
         def observe(phase: Phase) -> None:
             # Booked as statistics, though it happens in the midst of the sync.
             self._enter(RankPhase.STATISTICS, step)
             if self._tied is not None:
                 trace.extend(self._trace(phase, self._stack.grad(self._tied)))
-            self._enter(next(upcoming, RankPhase.STATISTICS), step)
+            if self._judges is not None:
+                self._judges.observe(phase)
+            if phase is Phase.TIED and self._tied is not None and not self._ordering.ties_after_sync:
+                self._tied_digest = digest([self._stack.grad(self._tied)])
+            del upcoming[:1]  # a foreign stack may show any number of phases
+            if upcoming:
+                broken.extend(find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._stack.grad))
+                self._enter(upcoming[0], step)
 
-        self._enter(next(upcoming), step)
+        self._enter(upcoming[0], step)
         self._stack.finalize(observe)
         if trace and trace[-1].phase is Phase.LOCAL and self._tied is not None:
             # A foreign stack need not show its phases.
             trace.extend(self._trace(Phase.FINAL, self._stack.grad(self._tied)))
-            return
+            return broken
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
+        return broken
+
+    def _passing_through(self, phase: RankPhase) -> list[Named]:
+        """Only the tied weight goes through a tie."""
+        return [each for each in self._named if phase is not RankPhase.TIE or each.parameter is self._tied]
 
     def _trace(self, phase: Phase, grad_P: Tensor) -> list[TraceRow]:
         if self._end is None:
@@ -278,6 +316,12 @@ class RankTrial:
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence,), judgement.tied
+
+    def _judge_parameters(self, step: int) -> tuple[ParametersRow, ...]:
+        if self._judges is None:
+            return ()
+        neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
+        return self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages))
 
     def _judge_norm(self, step: int, value: float) -> NormRow:
         reference = self._references(self._spec, step, self._at, self._communicator)
@@ -320,10 +364,12 @@ class RankTrial:
         divergence: tuple[DivergenceRow, ...],
         trace: tuple[TraceRow, ...],
         tied: TiedRow | None,
+        parameters: tuple[ParametersRow, ...],
         replica: ReplicaRow,
         loss: float | None,
-        num_nonfinite: int,
+        broken: list[NonfiniteRow],
         grad_norm: NormRow | None,
+        settings: ComputeSettings,
         stack: StackRow | None,
     ) -> StepReport:
         spec, at = self._spec, self._at
@@ -343,9 +389,13 @@ class RankTrial:
             replica=replica,
             loss=loss,
             seconds=dict(self._clock.seconds),
-            nonfinite_elements=num_nonfinite,
+            nonfinite_elements=sum(row.num_elements for row in broken),
             grad_norm=grad_norm,
             compute_seconds=self._compute_seconds(),
+            parameters=parameters,
+            nonfinite=tuple(broken),
+            settings=settings,
+            drill_struck=self._strike.has_struck,
             stack=stack,
         )
 
@@ -364,6 +414,7 @@ def expect(spec: TrialSpec, ordering: Ordering) -> Expectation:
     return Expectation(
         probe=spec.probe,
         mesh=mesh,
+        members=ends_members(mesh),
         prescale=scale_of(spec),
         sharded=ordering.distributed_optimizer,
         bit_tied=ordering.bit_tied,
@@ -378,9 +429,7 @@ def _tied_sync(spec: TrialSpec) -> TiedSync | MeanOfMeans | None:
     if not exposed:
         return None
     if ordering_of(spec).averages_means:
-        divisors = (token_divisor(spec.probe, num_tokens) for num_tokens in valid_tokens(spec))
-        factors = tuple(prescale.factor / divisor for divisor in divisors)
-        return MeanOfMeans(exposed, factors, num_ends=2 if spec.mesh.pp > 1 else 1)
+        return MeanOfMeans(exposed, mean_factors(spec), num_ends=2 if spec.mesh.pp > 1 else 1)
     if spec.normalization is Normalization.NUM_TOKENS:
         factor = scale_of(spec).factor
         return TiedSync(spec.mesh.dp, factor, factor, trial_misowned(spec), trial_early(spec), afterwards=factor)
@@ -396,13 +445,6 @@ def moments(values_n: Tensor) -> tuple[float, float]:
         total += doubled.sum()
         squared += doubled.dot(doubled)
     return float(total), float(squared.sqrt())
-
-
-def count_nonfinite(*tensors: Tensor) -> int:
-    """How many elements are NaN or infinite; neither ever leaves a sum finite, so that one pass clears most tensors."""
-    if math.isfinite(float(torch.stack([values_N.sum(dtype=torch.float32) for values_N in tensors]).sum())):
-        return 0
-    return sum(int(torch.count_nonzero(~torch.isfinite(values_N))) for values_N in tensors)
 
 
 def _relabel(row: TraceRow, phase: Phase) -> TraceRow:

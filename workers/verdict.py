@@ -6,12 +6,16 @@ not a verdict. What was not looked at is never green: a rule that cannot be appl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from workers.attribution import Guilt, find_guilt, narrow, node_of
+from workers.checks.settings import observe_settings
 from workers.checks.stragglers import observe_stragglers
 from workers.contract import (
     DivergenceRow,
     Judgement,
+    JudgeName,
     Normalization,
     OrderingName,
     ProbeName,
@@ -27,16 +31,18 @@ from workers.contract import (
 from workers.evidence import (
     Evidence,
     collect,
+    deviations,
     disagreements,
     nonfinite,
     norm_breaches,
     norm_disagreements,
     sift,
-    stack_findings,
+    stack_faults,
     summarise,
     unaudited_steps,
     uncovered_steps,
     unjudged_norms,
+    unjudged_parameters,
     untied_steps,
 )
 from workers.exactness import code_digits
@@ -50,8 +56,10 @@ MAX_STORIES = 2
 """Stories of one shard that a reason tells; the row has them all."""
 
 
-def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgement:
-    """The verdict on these trials, given what the ranks reported, in any order.
+def judge(
+    trials: Sequence[TrialSpec], reports: Iterable[StepReport], nodes: Mapping[int, str] | None = None
+) -> Judgement:
+    """The verdict on these trials, given what the ranks reported, in any order, and on which node each rank was.
 
     `trials` are those of the plan, in its order: reports name them by index. A failure outranks every doubt, and
     without a failure any doubt makes the verdict inconclusive.
@@ -61,15 +69,23 @@ def judge(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Judgeme
     doubts = [Reason("report_mismatch", f"{sentence} It was not counted.") for sentence in sifted.rejected]
     failures: list[Reason] = []
     summaries: list[TrialSummary] = []
-    for evidence in gathered:
-        failed, doubted = list(_failures(evidence)), list(_doubts(evidence))
+    guilts = narrow({index: find_guilt(evidence) for index, evidence in enumerate(gathered)})
+    for index, evidence in enumerate(gathered):
+        failed, doubted = list(_failures(evidence, guilts[index], nodes or {})), list(_doubts(evidence))
         failures += failed
         doubts += doubted
         summaries.append(summarise(evidence, ok=not failed and not doubted))
     doubts += _unproven(gathered)
-    observations = observe_stragglers(tuple(sifted.accepted.values()))
+    accepted = tuple(sifted.accepted.values())
+    observations = (*observe_stragglers(accepted), *observe_settings(accepted))
     verdict, reasons = _conclude(failures, doubts, gathered)
     return Judgement(verdict, reasons, tuple(summaries), observations)
+
+
+def failing(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> tuple[Evidence, ...]:
+    """The probes and orderings that make the verdict of these reports `fail`."""
+    gathered = collect(trials, sift(trials, reports).accepted)
+    return tuple(evidence for evidence in gathered if any(_findings(evidence)))
 
 
 def _conclude(
@@ -82,70 +98,128 @@ def _conclude(
     return Verdict.PASS, (_clean(gathered),)
 
 
-def _failures(evidence: Evidence) -> Iterator[Reason]:
-    """What no healthy cluster shows, whatever the ordering; and for a subject, any divergence at all."""
+def _failures(evidence: Evidence, guilt: Guilt | None, nodes: Mapping[int, str]) -> Iterator[Reason]:
+    """What no healthy cluster shows, each finding with who is at fault as far as the evidence goes."""
+    for code, judge_name, message in _findings(evidence):
+        reason = Reason(code, f"{evidence.title}: {message}", judge_name)
+        yield reason if guilt is None else _accuse(reason, guilt, node_of(guilt, nodes))
+
+
+def _accuse(reason: Reason, guilt: Guilt, node: str | None) -> Reason:
+    first = guilt.first
+    return replace(
+        reason,
+        message=f"{reason.message} {_accusation(guilt, node)}",
+        world_rank=guilt.world_rank,
+        node=node,
+        phase=guilt.phase,
+        parameter=first.parameter if first else None,
+        element=first.element if first else None,
+    )
+
+
+def _accusation(guilt: Guilt, node: str | None) -> str:
+    """The place of a fault as a sentence."""
+    ranks = ", ".join(map(str, guilt.suspects[:4])) + (" ..." if len(guilt.suspects) > 4 else "")
+    who = "world_rank" if guilt.world_rank is not None else "one of world_ranks"
+    where = f" on {node}" if node else ""
+    what = f", in {guilt.first.parameter} from element {guilt.first.element} on" if guilt.first else ""
+    return f"First wrong in {guilt.phase.value}{what}; at fault: {who} {ranks}{where}."
+
+
+_Finding = tuple[str, JudgeName, str]
+"""Code, who found it, and a sentence without its subject."""
+
+
+def _findings(evidence: Evidence) -> Iterator[_Finding]:
+    """What is wrong whatever the ordering; and for a subject, any divergence at all."""
     broken = list(nonfinite(evidence))
     if broken:
         report, what = broken[0]
-        yield Reason(
-            "non_finite", f"{evidence.title}: {what} {_at(report)} is not finite ({len(broken)} such findings)."
-        )
+        yield "non_finite", JudgeName.FINITE, f"{what} {_at(report)} is not finite ({len(broken)} such findings)."
     apart = list(disagreements(evidence))
     if apart:
         one, other = apart[0]
         message = f"the weights of world_rank {one.world_rank} and its replica {_at(other)} are not the same bits"
-        yield Reason("replicas_disagree", f"{evidence.title}: {message} ({len(apart)} such pairs).")
+        yield "replicas_disagree", JudgeName.REPLICAS, f"{message} ({len(apart)} such pairs)."
     unlike = list(norm_disagreements(evidence))
     if unlike:
         one, other = unlike[0]
         message = f"world_rank {one.world_rank} and the rank {_at(other)} do not have the same global gradient norm"
-        yield Reason("grad_norm_disagrees", f"{evidence.title}: {message} ({len(unlike)} such pairs).")
+        yield "grad_norm_disagrees", JudgeName.REPLICAS, f"{message} ({len(unlike)} such pairs)."
+    yield from _parameter_findings(evidence)
     if evidence.role is Role.SUBJECT:
-        yield from _subject_failures(evidence)
-        yield from _norm_failures(evidence)
-    yield from _stack_failures(evidence)
+        yield from _subject_findings(evidence)
+        yield from _norm_findings(evidence)
+    yield from _stack_findings(evidence)
 
 
-def _stack_failures(evidence: Evidence) -> Iterator[Reason]:
+def _stack_findings(evidence: Evidence) -> Iterator[_Finding]:
     """What else a foreign stack got wrong: one reason for each kind, with the parameters that it hit."""
-    found = list(stack_findings(evidence))
+    found = list(stack_faults(evidence))
     for fault in StackFault:
         of_kind = [(report, finding) for report, finding in found if finding.fault is fault]
         if of_kind:
+            judge_name = JudgeName.EXACT if evidence.spec.probe is ProbeName.EXACT else JudgeName.SYNC
+            judge_name = JudgeName.REPLICAS if fault is StackFault.WEIGHTS_DIFFER else judge_name
             report, first = of_kind[0]
             others = sorted({finding.parameter for _, finding in of_kind} - {first.parameter})
             also = f"; also {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
-            message = f"{first.parameter} {first.detail}, {_at(report)}{also} ({len(of_kind)} such findings)"
-            yield Reason(f"stack_{fault.value}", f"{evidence.title}: {message}.")
+            message = f"{first.parameter} {first.detail}, {_at(report)}{also} ({len(of_kind)} such findings)."
+            yield f"stack_{fault.value}", judge_name, message
 
 
-def _subject_failures(evidence: Evidence) -> Iterator[Reason]:
+def _parameter_findings(evidence: Evidence) -> Iterator[_Finding]:
+    """What no ordering gets wrong: a rank's own gradients, and what the replicas of one stage add up."""
+    exact = evidence.spec.probe is ProbeName.EXACT
+    deviating = sorted({world_rank for _, world_rank in deviations(evidence)})
+    if deviating:
+        judge_name = JudgeName.EXACT if exact else JudgeName.REFERENCE
+        message = f"before any collective, the gradients of world_ranks {deviating} are not those of a single process."
+        yield "local_gradient_wrong", judge_name, message
+    wrong = [(report, row) for report in evidence.reports for row in report.parameters if row.unexpected_elements]
+    if wrong:
+        judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
+        report, row = wrong[0]
+        total = sum(row.unexpected_elements for _, row in wrong)
+        name = row.first_unexpected.parameter if row.first_unexpected else "a parameter"
+        message = f"{total} elements are not what the replicas' gradients add up to, first {name} {_at(report)}"
+        yield "parameter_diverged", judge_name, f"{message}, by up to {row.max_abs_error:.3e}."
+    far = sum(row.reference_exceeded_elements for report in evidence.reports for row in report.parameters)
+    if far and not exact:
+        message = f"{far} elements of parameters are further from the single-process run than rounding allows."
+        yield "parameter_reference_exceeded", JudgeName.REFERENCE, message
+
+
+def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
+    exact = evidence.spec.probe is ProbeName.EXACT
     hit = [(report, row) for report, row in evidence.rows() if row.diverged_elements or row.unexpected_elements]
     if hit:
         report, row = max(hit, key=lambda pair: pair[1].diverged_elements)
         where = f"most {_at(report)}: {row.diverged_elements} of {row.owned_elements} elements of {row.end.value}"
         span = f"between elements {row.first_diverged} and {row.last_diverged}, by up to {row.max_abs_error:.3e}"
         total = max(evidence.total("diverged_elements"), evidence.total("unexpected_elements"))
+        judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
         message = f"{total} elements are wrong, {where}, {span}{_told(report, row)}"
-        yield Reason("subject_diverged", f"{evidence.title}: {message}.")
+        yield "subject_diverged", judge_name, f"{message}."
     exceeded = sum(tied.exceeded_elements for tied in evidence.ties())
     if exceeded:
         message = f"{exceeded} elements differ between the two ends by more than rounding allows"
-        yield Reason("ends_differ", f"{evidence.title}: {message}.")
+        yield "ends_differ", JudgeName.REPLICAS, f"{message}."
     far = evidence.total("reference_exceeded_elements")
     if far:
         report, row = max(evidence.rows(), key=lambda pair: pair[1].reference_exceeded_elements)
         message = f"{far} elements are further from the single-process run than rounding allows{_told(report, row)}"
-        yield Reason("reference_exceeded", f"{evidence.title}: {message}.")
+        yield "reference_exceeded", JudgeName.EXACT if exact else JudgeName.REFERENCE, f"{message}."
 
 
-def _norm_failures(evidence: Evidence) -> Iterator[Reason]:
+def _norm_findings(evidence: Evidence) -> Iterator[_Finding]:
     breaches = list(norm_breaches(evidence))
     if breaches:
         report, norm = breaches[0]
         message = f"the global gradient norm {_at(report)} is {norm.value!r} and should be {norm.reference!r}"
         allowed = f"within {norm.allowed_error or 0.0:.3e}, which is all that rounding explains"
-        yield Reason("grad_norm_wrong", f"{evidence.title}: {message}, {allowed} ({len(breaches)} such findings).")
+        yield "grad_norm_wrong", JudgeName.NORM, f"{message}, {allowed} ({len(breaches)} such findings)."
 
 
 def _doubts(evidence: Evidence) -> Iterator[Reason]:
@@ -169,6 +243,12 @@ def _doubts(evidence: Evidence) -> Iterator[Reason]:
 
 def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     uncovered = list(uncovered_steps(evidence))
+    unjudged = list(unjudged_parameters(evidence))
+    if unjudged:
+        index, step, pp_rank, phase = unjudged[0]
+        where = f"stage {pp_rank}, repeat {evidence.specs[index].repeat}, step {step}, {phase.value}"
+        message = f"not all parameters of {where} were compared"
+        yield Reason("parameters_not_compared", f"{evidence.title}: {message} ({len(unjudged)} such gaps).")
     if evidence.total("owned_elements") == 0:
         yield Reason("nothing_compared", f"{evidence.title}: not one gradient element was compared.")
     elif uncovered:

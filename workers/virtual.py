@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from workers.checks.finiteness import count_nonfinite
 from workers.checks.replicas import digest
 from workers.communicator import VirtualRanks
 from workers.contract import (
@@ -24,6 +25,8 @@ from workers.contract import (
     Device,
     NormRow,
     OrderingName,
+    ParametersRow,
+    Phase,
     ProbeName,
     ReplicaRow,
     StepReport,
@@ -41,8 +44,9 @@ from workers.parameters import tied_parameter_name
 from workers.prediction import stage_layout
 from workers.reference import signed_tied_sum
 from workers.session import compute_replays
-from workers.step import MAX_ANSWER_ELEMENTS, count_nonfinite, expect
+from workers.step import MAX_ANSWER_ELEMENTS, expect
 from workers.virtual_norm import measure_norms, sum_replicas
+from workers.virtual_parameters import judge_parameters
 
 _CPU = torch.device("cpu")
 
@@ -84,8 +88,12 @@ class VirtualSession:
         mesh = VirtualMesh(spec, step, local.stages)
         mesh.synchronise()
         judged = mesh.judge(local.replay_CP, local.floor_C)
+        parameters: dict[int, list[ParametersRow]] = {rank: [] for rank in range(spec.mesh.world_size)}
+        for world_rank, row in mesh.judge_parameters(local.stages):
+            parameters[world_rank].append(row)
         for world_rank, norm in enumerate(mesh.norms()):
-            yield _report(mesh, trial_index, world_rank, judged.get(world_rank), norm, local)
+            found = judged.get(world_rank)
+            yield _report(mesh, trial_index, world_rank, found, parameters[world_rank], norm, local)
 
     def _local_step(self, spec: TrialSpec, step: int) -> LocalStep:
         # Neither the ordering nor the number of steps changes the data or the weights.
@@ -110,6 +118,7 @@ class VirtualMesh:
         self.nonfinite = {rank: count_nonfinite(*(b.main_grad for b in held)) for rank, held in self.buffers.items()}
         self.local_CP = torch.stack([self.tied(rank) for rank in self.members])
         self._norm_reference = sum_replicas(spec, stages, self.local_CP)
+        self._scattered: dict[int, Tensor] = {}
 
     def tied(self, world_rank: int) -> Tensor:
         """A holder's tied gradient as it now stands, float32 [P], as a view."""
@@ -120,7 +129,24 @@ class VirtualMesh:
         mesh, prescale = self.spec.mesh, prescale_of(self.spec)
         virtual = VirtualRanks(mesh.world_size)
         tokens = counted_tokens(self.spec)
-        sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, lambda _: None, tokens=tokens)
+        sync_gradients(self.ordering, mesh, self.buffers, virtual, prescale, self._observe, tokens=tokens)
+
+    def _observe(self, phase: Phase) -> None:
+        if phase is Phase.SCATTERED and self.spec.mesh.pp > 1 and self.ordering.ties_after_sync:
+            self._scattered = {rank: self.tied(rank).clone() for rank in self.members}
+
+    def judge_parameters(self, stages: Sequence[StageGradients]) -> Iterator[tuple[int, ParametersRow]]:
+        """Every rank's rows of its parameters, given all replicas' local gradients."""
+        return judge_parameters(self.spec, self.buffers, self._signed(stages), self._scattered)
+
+    def _signed(self, stages: Sequence[StageGradients]) -> list[StageGradients]:
+        """Local gradients as the buffers had them: the tied weight's signed."""
+        dp, num_stages = self.spec.mesh.dp, self.spec.mesh.num_stages
+        signed = list(stages)
+        for stage, local_DP in ((0, self.local_CP[:dp]), (num_stages - 1, self.local_CP[-dp:])):
+            if name := tied_parameter_name(num_stages, stage):
+                signed[stage] = {**signed[stage], name: local_DP}
+        return signed
 
     def assemble(self, end_index: int) -> Tensor:
         """An end's whole gradient (0 for wte, 1 for lm_head), each element from an owner; float32 [P]."""
@@ -249,7 +275,13 @@ def _columns(values_CP: Tensor, wanted: Intervals) -> Tensor:
 
 
 def _report(
-    mesh: VirtualMesh, trial_index: int, world_rank: int, judged: EndJudgement | None, norm: NormRow, local: LocalStep
+    mesh: VirtualMesh,
+    trial_index: int,
+    world_rank: int,
+    judged: EndJudgement | None,
+    parameters: Sequence[ParametersRow],
+    norm: NormRow,
+    local: LocalStep,
 ) -> StepReport:
     spec = mesh.spec
     at = spec.mesh.coordinates(world_rank)
@@ -272,6 +304,7 @@ def _report(
         seconds={},
         nonfinite_elements=mesh.nonfinite[world_rank],
         grad_norm=norm,
+        parameters=tuple(parameters),
     )
 
 

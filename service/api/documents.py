@@ -17,8 +17,9 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schemas import ValidateRequest
-from service.domain.validation import Cause, State, Validation
-from workers.contract import DeviationKind, End, Phase, ProbeName, Role, TrialOrdering, Verdict
+from service.domain.cause import Cause
+from service.domain.validation import State, Validation
+from workers.contract import DeviationKind, End, JudgeName, Phase, ProbeName, RankPhase, Role, TrialOrdering, Verdict
 from workers.encoding import dumps, plain
 
 JSON = "application/json"
@@ -34,10 +35,20 @@ class Document(BaseModel):
 
 
 class ReasonDocument(Document):
-    """Why the verdict is what it is."""
+    """Why the verdict is what it is; of a fault also who found it, and where it is as far as that is known."""
 
     code: str
     message: str
+    judge: JudgeName | None
+    world_rank: int | None
+    """The rank at fault."""
+    node: str | None
+    phase: RankPhase | None
+    """The first phase after which something was wrong."""
+    parameter: str | None
+    """The parameter in which all wrong elements lie."""
+    element: int | None
+    """The first wrong one of `parameter`, flat, row-major."""
 
 
 class ObservationDocument(Document):
@@ -89,6 +100,8 @@ class ValidationDocument(Document):
     verdict: Verdict | None
     """Set exactly when the state is `completed`."""
     cause: Cause | None
+    """Of a failed verdict, what it followed when its trials were repeated with the ranks in other seats; the reason
+    `cause_...` says what was tried, and names the node of `hardware`."""
     reasons: list[ReasonDocument]
     observations: list[ObservationDocument]
     """Of a completed validation: stragglers and the like; they never change the verdict."""

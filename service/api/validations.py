@@ -51,6 +51,8 @@ from service.api.schemas import ValidateRequest
 from service.api.waiting import Wakeup, interruptible
 from service.domain.errors import CursorError, IdempotencyConflict
 from service.domain.validation import TERMINAL, Validation, new_validation_id
+from service.execution.messages import Placement
+from service.execution.order import to_placement
 from service.storage import capacity, validations
 from service.storage.session import Connection
 from workers.contract import Device
@@ -74,7 +76,7 @@ class Order:
     labels: dict[str, str]
     cluster: str
     num_ranks: int
-    num_nodes: int | None
+    placement: Placement
     device: Device
     stack: str
     deadline_s: int
@@ -97,7 +99,7 @@ def plan_order(asked: ValidateRequest, limits: Limits, key: str | None) -> Order
         labels=dict(asked.labels),
         cluster=asked.cluster,
         num_ranks=spec.mesh.world_size,
-        num_nodes=asked.placement.nodes,
+        placement=to_placement(asked.placement.model_dump()),
         device=asked.device,
         stack=spec.stack,
         deadline_s=asked.deadline_s,
@@ -197,7 +199,7 @@ async def _refuse_infeasible(connection: Connection, services: Services, order: 
         rule = f"cluster {order.cluster} knows {', '.join(snapshot.stacks)}"
         remedy = f"name one of them, or have its operator install the package or set {STACKS_SETTING}"
         raise invalid([FieldError("stack", order.stack, rule, remedy)])
-    if snapshot and (problem := shortfall(order.num_ranks, order.device, order.num_nodes, snapshot)):
+    if snapshot and (problem := shortfall(order.num_ranks, order.device, order.placement, snapshot)):
         raise problem
 
 

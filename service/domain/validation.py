@@ -13,6 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+from service.domain.cause import Cause
 from service.domain.errors import IllegalMove
 from workers.contract import Observation, Reason, TrialSummary, Verdict
 
@@ -41,14 +42,6 @@ class State(StrEnum):
         return self in TERMINAL
 
 
-class Cause(StrEnum):
-    """What a failed verdict follows when the trial is repeated on other devices."""
-
-    SOFTWARE = "software"
-    HARDWARE = "hardware"
-    UNKNOWN = "unknown"
-
-
 class EventType(StrEnum):
     """What happened to a validation, in the order in which it happened."""
 
@@ -59,6 +52,8 @@ class EventType(StrEnum):
     TRIAL_STARTED = "trial_started"
     STEP = "step"
     TRIAL_FINISHED = "trial_finished"
+    REPEATING_ELSEWHERE = "repeating_elsewhere"
+    REPEATED_ELSEWHERE = "repeated_elsewhere"
     CANCEL_REQUESTED = "cancel_requested"
     REQUEUED = "requeued"
     COMPLETED = "completed"

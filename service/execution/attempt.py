@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from service.domain.cause import unknown
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer
 from service.execution.failure import deadline_detail
@@ -24,6 +25,8 @@ from service.execution.messages import (
     FromDriver,
     NodeCapacity,
     Progress,
+    Repeated,
+    Repeating,
     Reserved,
     Start,
 )
@@ -31,6 +34,15 @@ from service.execution.outbox import GangFailure
 from service.execution.placement import resolve_device, shortfall
 from service.execution.pool import Pool
 from service.execution.ray_train import TrainGang, TrainSite
+from service.execution.repeat import (
+    NO_PERMUTATION_BY_TRAIN,
+    Failure,
+    failure_of,
+    move,
+    other_seats,
+    run_elsewhere,
+    seats_of,
+)
 from workers.contract import Device, Launcher, StepReport, TrialSpec
 from workers.plan import trials
 
@@ -61,6 +73,11 @@ class Attempt:
         self._gang: Gang | TrainGang | None = None
         self._reserved = False
         self._reports: list[StepReport] = []
+        """Not yet sent."""
+        self._plan: tuple[TrialSpec, ...] = ()
+        self._heard: list[StepReport] = []
+        self._moved = False
+        """The gang is no longer the one that the pool handed out."""
         self._flush: asyncio.TimerHandle | None = None
         self._began_s = time.monotonic()
 
@@ -69,7 +86,7 @@ class Attempt:
         try:
             async with asyncio.timeout(self._start.remaining_s):
                 await self._work_through()
-            ending = self._finish()
+            ending = self._finish(await self._explain())
         except GangFailure as failure:
             ending = self._fail(failure.detail)
         except TimeoutError:
@@ -87,7 +104,7 @@ class Attempt:
         start = self._start
         nodes = await self._feasible_nodes()
         shape = GangShape(start.spec.mesh.world_size, resolve_device(start.spec.device, nodes), start.placement)
-        plan = trials(start.spec, shape.device)
+        plan = self._plan = trials(start.spec, shape.device)
         gang: Gang | TrainGang
         if start.launcher is Launcher.RAY_TRAIN:
             gang = await self._form_by_train(shape, nodes, plan)
@@ -96,13 +113,56 @@ class Attempt:
         self._work.send(Formed(start.key, gang.fingerprints, self._elapsed_s()))
         await gang.run(plan, self._hear)
 
-    async def _finish(self) -> None:
+    async def _explain(self) -> Repeated | None:
+        """What a failed run follows; None where nothing failed. Never fails: the run is done, and its result counts."""
+        began_s = self._elapsed_s()
+        try:
+            failure = await asyncio.to_thread(failure_of, self._plan, self._heard)
+            repeated = await self._repeat(failure) if failure.titles else None
+        except TimeoutError:
+            repeated = Repeated(
+                unknown("the repeat with the ranks in other seats was not done when deadline_s ran out")
+            )
+        except GangFailure as broken:
+            repeated = Repeated(unknown(f"the repeat with the ranks in other seats broke: {broken.detail.message}"))
+        except Exception as error:
+            _log.exception("a failed run could not be repeated", extra={"validation": self._start.key.validation_id})
+            repeated = Repeated(
+                unknown(f"the repeat with the ranks in other seats broke: {type(error).__name__}: {error}")
+            )
+        return repeated and replace(repeated, seconds=self._elapsed_s() - began_s)
+
+    async def _repeat(self, failure: Failure) -> Repeated:
+        gang = self._gang
+        if not isinstance(gang, Gang):
+            return Repeated(unknown(NO_PERMUTATION_BY_TRAIN))
+        seats = seats_of(gang.fingerprints)
+        taken = other_seats(failure, seats)
+        if isinstance(taken, Repeated):
+            return taken
+        suspects = tuple(sorted(failure.seen_from(seats).accused))
+        nodes = tuple(seats[bundle].node for bundle in taken)
+        self._work.send(Repeating(self._start.key, self._take_reports(), failure.titles, suspects, nodes))
+        async with asyncio.timeout(self._start.remaining_s - self._elapsed_s()):
+            self._moved = True
+            self._gang = gang = await move(gang, taken, self._work.beacons)
+            names = {node.node_id: node.name for node in self._work.nodes()}
+            return await run_elsewhere(gang, names, failure, seats)
+
+    async def _finish(self, repeated: Repeated | None) -> None:
+        if self._moved:
+            await self._part()
         gang, self._gang = self._gang, None
         if isinstance(gang, Gang):
             self._work.pool.give_back(gang)
         elif gang is not None:
             await gang.wind_down()
-        self._work.send(Finished(self._start.key, self._take_reports()))
+        self._work.send(Finished(self._start.key, self._take_reports(), repeated))
+
+    async def _part(self) -> None:
+        """The ranks in other seats are of no use to anybody else."""
+        if (leak := await self._kill()) is not None:
+            _log.warning("a repeat's gang did not go away", extra={"leak": leak})
 
     async def _cancelled(self) -> None:
         self._work.send(Cancelled(self._start.key, await self._kill()))
@@ -160,6 +220,7 @@ class Attempt:
 
     def _hear(self, reports: list[StepReport]) -> None:
         self._reports += reports
+        self._heard += reports
         if self._flush is None:
             loop = asyncio.get_running_loop()
             self._flush = loop.call_later(PROGRESS_INTERVAL_S, self._send_progress)

@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from service.domain.cause import Attribution
 from service.domain.validation import EventType
-from workers.contract import StepReport, TrialSpec
+from service.execution.messages import Repeated, Repeating
+from workers.contract import Reason, StepReport, TrialSpec
+from workers.encoding import plain
 
 Entry = tuple[str, dict[str, Any]]
 
@@ -104,3 +107,25 @@ def largest(values: Iterable[float | None]) -> float | None:
     if any(math.isnan(value) for value in present):
         return math.nan
     return max(present, default=None)
+
+
+def told_repeating(message: Repeating) -> dict[str, Any]:
+    """The event of a repeat that begins: what failed, whom it points to, and on which node each rank will be."""
+    return {"trials": message.trials, "suspects": message.suspects, "nodes": message.nodes}
+
+
+def told_repeated(repeated: Repeated) -> dict[str, Any]:
+    """The event of a repeat that has ended: what the fault follows, and where each rank was."""
+    return {
+        **plain(repeated.attribution),
+        "seats": repeated.seats,
+        "reasons": repeated.reasons,
+        "seconds": repeated.seconds,
+    }
+
+
+def cause_reason(attribution: Attribution) -> Reason:
+    """What a failed verdict says of its cause."""
+    world_rank = attribution.world_ranks[0] if len(attribution.world_ranks) == 1 else None
+    message = f"{attribution.message[:1].upper()}{attribution.message[1:]}."
+    return Reason(f"cause_{attribution.cause.value}", message, world_rank=world_rank, node=attribution.node)

@@ -176,10 +176,21 @@ class Gang:
         self.watch.on_loss = None
         await asyncio.to_thread(self._kill_actors)
         leak = await release_group(self._group)
-        if not await self.watch.wait_until_gone(TEARDOWN_S):
-            leak = f"{self.name}: the processes of ranks {sorted(self.watch.connected)} have not ended"
+        return await self._see_off() or leak
+
+    async def vacate(self) -> Reservation:
+        """End every rank and keep the resources, for other ranks. Raises GangFailure where one does not end."""
+        self.watch.on_loss = None
+        await asyncio.to_thread(self._kill_actors)
+        if (leak := await self._see_off()) is not None:
+            raise GangFailure(FailureDetail("gang_not_ended", leak))
+        return Reservation(self.name, self.shape, self._group)
+
+    async def _see_off(self) -> str | None:
+        gone = await self.watch.wait_until_gone(TEARDOWN_S)
+        left = sorted(self.watch.connected)
         self._beacons.forget(self.watch)
-        return leak
+        return None if gone else f"{self.name}: the processes of ranks {left} have not ended"
 
     def _kill_actors(self) -> None:
         for actor in self._actors:
@@ -247,10 +258,14 @@ class _RankBrokeError(Exception):
         self.symptom = symptom
 
 
-def start_ranks(reservation: Reservation, beacons: BeaconServer) -> Gang:
-    """Start one actor per bundle; they begin to import at once. `Gang.join` waits for them."""
+def start_ranks(reservation: Reservation, beacons: BeaconServer, bundles: Sequence[int] | None = None) -> Gang:
+    """Start one actor per bundle; they begin to import at once. `Gang.join` waits for them.
+
+    `bundles` gives each world rank its bundle; by default each has the one of its own number.
+    """
     watch, collector = beacons.watch()
     shape = reservation.shape
+    bundles = bundles or range(shape.world_size)
     cls = ray.remote(concurrency_groups={"work": 1, "control": 1})(RankActor)
     actors = [
         cls.options(
@@ -258,7 +273,7 @@ def start_ranks(reservation: Reservation, beacons: BeaconServer) -> Gang:
             num_gpus=1 if shape.device is Device.CUDA else 0,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.group, world_rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.group, bundles[world_rank]),
         ).remote(world_rank, shape.world_size, shape.device, collector)
         for world_rank in range(shape.world_size)
     ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from service.domain.cause import Attribution, Seat
 from service.domain.validation import FailureDetail
-from workers.contract import Device, Fingerprint, Launcher, StepReport
+from workers.contract import Device, Fingerprint, Launcher, Reason, StepReport
 from workers.plan import ExperimentSpec
 
 STOP_TIMEOUT_S = 8.0
@@ -142,11 +143,40 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """Every rank has said everything. Its last reports ride along."""
+class Repeating:
+    """Every rank has said everything and trials have failed: they start again with the ranks in other seats.
+
+    The last reports of the first run ride along. Whatever happens from here on, they make the verdict.
+    """
 
     key: WorkKey
     reports: tuple[StepReport, ...]
+    trials: tuple[str, ...]
+    suspects: tuple[int, ...]
+    """World ranks that the failures point to."""
+    nodes: tuple[str, ...]
+    """By world_rank, where each is to sit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """What a failed run followed, or why that is not known."""
+
+    attribution: Attribution
+    seats: tuple[Seat, ...] = ()
+    """By world_rank, where each sat in the repeat; empty where there was none, or none that came to its end."""
+    reasons: tuple[Reason, ...] = ()
+    """What the repeat found."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every rank has said everything. Its last reports ride along, and of a failed run what it followed."""
+
+    key: WorkKey
+    reports: tuple[StepReport, ...]
+    repeated: Repeated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,4 +197,4 @@ class Cancelled:
     leak: str | None = None
 
 
-FromDriver = Ready | Capacity | Reserved | Formed | Progress | Finished | Failed | Cancelled
+FromDriver = Ready | Capacity | Reserved | Formed | Progress | Repeating | Finished | Failed | Cancelled

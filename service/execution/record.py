@@ -17,13 +17,25 @@ from typing import Any
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from service.domain.cause import Attribution, unknown
 from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
-from service.execution.chronicle import Chronicle, Entry
-from service.execution.messages import Cancelled, Failed, Finished, Formed, Progress, Reserved, Start, WorkKey
+from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
+from service.execution.messages import (
+    Cancelled,
+    Failed,
+    Finished,
+    Formed,
+    Progress,
+    Repeated,
+    Repeating,
+    Reserved,
+    Start,
+    WorkKey,
+)
 from service.storage import queue
 from service.storage.events import append_many
 from service.storage.session import Connection, Database
-from workers.contract import Fingerprint, Judgement, TrialSpec
+from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
 from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
 from workers.verdict import judge
@@ -39,7 +51,7 @@ class Requeue:
     message: str
 
 
-Message = Reserved | Formed | Progress | Finished | Failed | Cancelled | Requeue
+Message = Reserved | Formed | Progress | Repeating | Finished | Failed | Cancelled | Requeue
 Final = Finished | Failed | Cancelled | Requeue
 
 
@@ -69,6 +81,9 @@ class Record:
         self._fingerprint: tuple[Fingerprint, ...] = ()
         self._timings: dict[str, Any] = {"queued_s": round(queued_s, 6)}
         self._began_s = time.monotonic()
+        self._repeating = False
+        """The reports of the run are complete, so that nothing can take its verdict away any more."""
+        self._attribution: Attribution | None = None
 
     def begin(self, start: Start) -> None:
         """The driver is about to get this order."""
@@ -76,6 +91,9 @@ class Record:
 
     def hear(self, message: Message) -> None:
         """Take a message of this attempt."""
+        self._repeating = self._repeating or isinstance(message, Repeating)
+        if self._repeating and isinstance(message, Failed | Cancelled | Requeue):
+            message = Finished(self.key, (), Repeated(unknown(_interrupted(message))))
         self._inbox.put_nowait(message)
 
     async def run(self) -> None:
@@ -109,9 +127,18 @@ class Record:
             self._timings["form_s"] = round(message.seconds - self._timings["reserve_s"], 6)
             self._chronicle = Chronicle(self._plan)
             return _Step(self._chronicle.open(), starts_running=True)
-        if isinstance(message, Progress | Finished | Failed) and self._chronicle is not None:
-            return _Step(self._chronicle.hear(message.reports))
+        if isinstance(message, Progress | Repeating | Finished | Failed) and self._chronicle is not None:
+            return _Step(self._chronicle.hear(message.reports) + self._absorb_repeat(message))
         return None
+
+    def _absorb_repeat(self, message: Message) -> list[Entry]:
+        if isinstance(message, Repeating):
+            return [(EventType.REPEATING_ELSEWHERE, told_repeating(message))]
+        if not isinstance(message, Finished) or message.repeated is None:
+            return []
+        self._attribution = message.repeated.attribution
+        self._timings["repeat_s"] = round(message.repeated.seconds, 6)
+        return [(EventType.REPEATED_ELSEWHERE, told_repeated(message.repeated))] if self._repeating else []
 
     async def _judge(self) -> Judgement | Failed:
         """The verdict. A defect in the judge is a failure of the attempt, never a hanging one."""
@@ -119,16 +146,25 @@ class Record:
         judging_s = time.monotonic()
         self._timings["phases_s"] = self._chronicle.seconds_by_phase()
         self._timings["run_s"] = round(
-            judging_s - self._began_s - self._timings["reserve_s"] - self._timings["form_s"], 6
+            judging_s
+            - self._began_s
+            - self._timings["reserve_s"]
+            - self._timings["form_s"]
+            - self._timings.get("repeat_s", 0.0),
+            6,
         )
         try:
-            judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports)
+            nodes = {rank.world_rank: rank.node for rank in self._fingerprint}
+            judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports, nodes)
         except Exception as error:
             _log.exception("the judge broke", extra={"validation": self.key.validation_id})
             return Failed(self.key, FailureDetail("judge_error", f"the reports could not be judged: {error!r}"))
         self._timings["judge_s"] = round(time.monotonic() - judging_s, 6)
         self._timings["attempt_s"] = round(time.monotonic() - self._began_s, 6)
-        return judgement
+        if judgement.verdict is not Verdict.FAIL:
+            return judgement
+        self._attribution = self._attribution or unknown("the failed trials were not repeated")
+        return replace(judgement, reasons=(*judgement.reasons, cause_reason(self._attribution)))
 
     async def _store(self, steps: Sequence[_Step], end: Judgement | Final | None) -> None:
         """Write in one transaction, again and again while the database is away: these results exist only here."""
@@ -176,6 +212,7 @@ class Record:
                 reports,
                 sign_fingerprints(self._fingerprint, reports),
                 self._timings,
+                cause=self._attribution.cause if self._attribution and end.verdict is Verdict.FAIL else None,
             )
         if isinstance(end, Failed):
             detail = end.detail if end.leak is None else _with_leak(end.detail, end.leak)
@@ -198,3 +235,10 @@ class Record:
 
 def _with_leak(detail: FailureDetail, leak: str) -> FailureDetail:
     return replace(detail, message=f"{detail.message}; left behind: {leak}")
+
+
+def _interrupted(message: Failed | Cancelled | Requeue) -> str:
+    why = message.message if isinstance(message, Requeue) else "it broke"
+    if isinstance(message, Cancelled):
+        why = "the validation was cancelled" + (f"; left behind: {message.leak}" if message.leak else "")
+    return f"the repeat with the ranks in other seats came to no end: {why}"

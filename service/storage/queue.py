@@ -16,10 +16,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, cast, func, literal, select, tuple_, update
 from sqlalchemy.dialects.postgresql import INTERVAL
 
+from service.domain.cause import Cause
 from service.domain.validation import (
     LEASED,
     MAX_ATTEMPTS,
-    Cause,
     EventType,
     FailureDetail,
     State,

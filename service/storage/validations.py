@@ -13,9 +13,10 @@ from sqlalchemy import ColumnElement, Row, and_, func, select, true, update
 from sqlalchemy.dialects.postgresql import insert as insert_on_conflict
 
 from service.domain import cursor as cursors
+from service.domain.cause import Cause
 from service.domain.cursor import Page
 from service.domain.errors import IdempotencyConflict
-from service.domain.validation import LEASED, Cause, EventType, FailureDetail, State, Validation
+from service.domain.validation import LEASED, EventType, FailureDetail, State, Validation
 from service.storage.events import QUEUE_CHANNEL, notify, record
 from service.storage.moves import move
 from service.storage.reports import ranks_page as ranks_page

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import httpx
 import pytest
 
 from service.api.documents import ValidationDocument
+from service.execution.messages import NodeCapacity
 from service.storage import capacity
 from service.storage.capacity import CapacitySnapshot
+from workers.encoding import plain
 from workers.faults import FAULTS
 
 DEFAULT_REQUEST = {
@@ -187,8 +190,17 @@ async def test_the_order_of_labels_does_not_make_another_request(api):
     assert second.json()["id"] == first.json()["id"]
 
 
-async def _see(database, cluster: str, num_cpus: float, num_gpus: float = 0.0, stacks=("reference",)) -> None:
-    snapshot = CapacitySnapshot(cluster, datetime.now(UTC), 1, num_cpus, num_gpus, [], stacks)
+async def _see(
+    database,
+    cluster: str,
+    num_cpus: float,
+    num_gpus: float = 0.0,
+    nodes: Sequence[NodeCapacity] = (),
+    stacks: Sequence[str] = ("reference",),
+) -> None:
+    snapshot = CapacitySnapshot(
+        cluster, datetime.now(UTC), len(nodes) or 1, num_cpus, num_gpus, plain(nodes), tuple(stacks)
+    )
     async with database.transaction() as connection:
         await capacity.store_snapshot(connection, cluster, "test", snapshot)
 
@@ -229,6 +241,18 @@ async def test_a_stack_is_a_name_and_nothing_else(api, stack):
     response = await api.post("/validate", json={"stack": stack})
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == "stack"
+
+
+async def test_nodes_that_cannot_hold_a_placement_are_409(api, database):
+    nodes = [NodeCapacity(f"id-{name}", name, "10.0.0.1", 2.0, 0.0) for name in "ab"]
+    await _see(database, "two", num_cpus=4, nodes=nodes)
+    asked = {"cluster": "two", "placement": {"nodes": 2}}
+    assert (await api.post("/validate", json=asked)).status_code == 202
+    response = await api.post("/validate", json=asked | {"placement": {"exclude": ["a"]}})
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (409, "infeasible")
+    assert problem["needs"]["exclude"] == ["a"]
+    assert problem["has"]["room"] == {"b": 2}
 
 
 async def test_repeating_an_accepted_request_stays_accepted_when_the_cluster_shrinks(api, database):

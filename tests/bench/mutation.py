@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import importlib
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +28,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 180
+CPU_LIMIT_S = 120
+"""Of one run of the narrow tests: a broken loop ends here, however busy the machine is."""
+HUNG = -signal.SIGXCPU
 
 TESTS = {
     "grad_sync": (
@@ -40,16 +45,24 @@ TESTS = {
         "tests/unit/workers/test_grad_sync.py",
     ),
     "divergence": (
-        "tests/unit/workers/test_virtual.py",
-        "tests/unit/workers/test_deviation.py",
         "tests/unit/workers/test_divergence.py",
+        "tests/unit/workers/test_deviation.py",
+        "tests/unit/workers/test_virtual.py",
     ),
 }
-NOT_WITHOUT_PROCESSES = "not gloo_ranks"
-"""The same golden vectors run on virtual ranks, in milliseconds."""
+"""Quick ones first: the first that fails ends it."""
+SELECTED = "not gloo_ranks and not (wide_meshes and 64)"
+"""Of golden vectors that run on processes and on virtual ranks, the latter; and no mesh that takes long."""
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("grad_sync", "all_reduce_tied: if mesh.pp == 1 -> if False"): "a sum over the one member of a group of one",
+    ("layout", "_rules: stay -> move"): "de4028a gives the tied weight no bucket of its own, whose start could move",
+    ("layout", "_rules: False -> True (2)"): "de4028a gives the tied weight no bucket of its own, to assert its start",
+    (
+        "layout",
+        "_rules: stay -> move (3)",
+    ): "a67ffda stops where a start is not divisible; else nothing is padded",
+    ("layout", "resolve: 0 -> 1 (2)"): "no release is 0.1, and neither it nor 0.0 has a layout",
 }
 """(file, change) -> why no test could see it."""
 
@@ -67,6 +80,10 @@ class Mutant:
     @property
     def title(self) -> str:
         return f"{self.function}: {self.change}"
+
+    @property
+    def place(self) -> str:
+        return f"workers/{self.file}.py:{self.line} {self.title}"
 
 
 SWAPS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
@@ -104,13 +121,15 @@ def mutants(file: str) -> Iterator[Mutant]:
         if isinstance(definition, ast.FunctionDef)
         for child in ast.walk(definition)
     }
+    # Annotations are not run, and the words of an error are nobody's numbers.
     never_run = {
         part
         for node in ast.walk(tree)
-        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if annotation
-        for part in ast.walk(annotation)
+        for unseen in (getattr(node, "annotation", None), getattr(node, "returns", None), getattr(node, "exc", None))
+        if unseen
+        for part in ast.walk(unseen)
     }
+    titles: Counter[tuple[str, str]] = Counter()
     for index, node in enumerate(ast.walk(tree)):
         if node not in functions or node in never_run or isinstance(node, ast.FunctionDef):
             continue
@@ -120,6 +139,9 @@ def mutants(file: str) -> Iterator[Mutant]:
             Replace(target, new).visit(changed)
             line = getattr(node, "lineno", 0)
             change = f"{shown(node)} -> {shown(new)}"
+            titles[functions[node], change] += 1
+            if titles[functions[node], change] > 1:
+                change += f" ({titles[functions[node], change]})"
             yield Mutant(file, line, functions[node], change, ast.unparse(ast.fix_missing_locations(changed)))
 
 
@@ -185,13 +207,13 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, folder / name)
 
-    def is_caught(self, mutant: Mutant) -> bool:
+    def outcome(self, mutant: Mutant) -> str:
         """Whether the narrow tests fail, or do not end."""
         path = self.folder / "workers" / f"{mutant.file}.py"
         kept = path.read_text()
         path.write_text(mutant.source)
         try:
-            return self.run_tests(mutant.file) != 0
+            return {0: "survived", HUNG: "hung"}.get(self.run_tests(mutant.file), "caught")
         finally:
             path.write_text(kept)
 
@@ -200,20 +222,14 @@ class Tree:
         process_id = os.fork()
         if process_id == 0:
             os._exit(self._child(file))
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            ended, status = os.waitpid(process_id, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        os.kill(process_id, 9)
-        os.waitpid(process_id, 0)
-        return -9
+        _, status = os.waitpid(process_id, 0)
+        return os.waitstatus_to_exitcode(status)
 
     def _child(self, file: str) -> int:
         import pytest
         import torch
 
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 10))
         torch.set_num_threads(1)
         os.chdir(self.folder)
         sys.path[:0] = [str(self.folder)]
@@ -221,7 +237,7 @@ class Tree:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
-        plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-k", NOT_WITHOUT_PROCESSES]
+        plain = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-k", SELECTED]
         return int(pytest.main([*plain, *TESTS[file]]))
 
 
@@ -231,31 +247,39 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only print what would be changed")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    found = [mutant for file in options.only for mutant in mutants(file) if (file, mutant.title) not in EQUIVALENT]
+    found = [mutant for file in options.only for mutant in mutants(file)]
+    if gone := unknown_excuses(found, options.only):
+        raise SystemExit(f"excused, but nothing like it is left to change: {gone}")
+    found = [mutant for mutant in found if (mutant.file, mutant.title) not in EQUIVALENT]
     if options.list:
         for mutant in found:
-            print(f"{mutant.file}.py:{mutant.line} {mutant.title}")
+            print(mutant.place)
         return 0
     return run(found, options.only, options.jobs)
 
 
-def run(found: list[Mutant], files: list[str], num_jobs: int) -> int:
-    import hypothesis  # noqa: F401  loaded once, for all forks
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import torch  # noqa: F401
+def unknown_excuses(found: list[Mutant], files: list[str]) -> list[tuple[str, str]]:
+    titles = {(mutant.file, mutant.title) for mutant in found}
+    return [excuse for excuse in EQUIVALENT if excuse[0] in files and excuse not in titles]
 
+
+def run(found: list[Mutant], files: list[str], num_jobs: int) -> int:
+    """Break one thing after another; 1 where something survived."""
+    load_once()
     with tempfile.TemporaryDirectory(prefix="gradgate-mutation-") as folder:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(num_jobs):
             trees.put(Tree(Path(folder) / str(number)))
 
-        def caught(mutant: Mutant) -> bool:
+        def outcome(mutant: Mutant) -> str:
             tree = trees.get()
             try:
-                return tree.is_caught(mutant)
+                seen = tree.outcome(mutant)
             finally:
                 trees.put(tree)
+            if seen != "caught":
+                print(f"{seen}: {mutant.place}", flush=True)
+            return seen
 
         tree = trees.get()
         for file in files:
@@ -263,15 +287,21 @@ def run(found: list[Mutant], files: list[str], num_jobs: int) -> int:
                 raise SystemExit(f"the tests of {file}.py fail as they are (exit code {code})")
         trees.put(tree)
         with ThreadPoolExecutor(num_jobs) as pool:
-            outcomes = list(pool.map(caught, found))
-    for mutant, seen in zip(found, outcomes, strict=True):
-        if not seen:
-            print(f"survived: workers/{mutant.file}.py:{mutant.line} {mutant.title}")
+            outcomes = list(pool.map(outcome, found))
     for file in files:
-        mine = [seen for mutant, seen in zip(found, outcomes, strict=True) if mutant.file == file]
+        mine = Counter(seen for mutant, seen in zip(found, outcomes, strict=True) if mutant.file == file)
         excused = sum(known == file for known, _ in EQUIVALENT)
-        print(f"{file}.py: {sum(mine)} of {len(mine)} changes caught; {excused} more change nothing")
-    return int(not all(outcomes))
+        print(
+            f"{file}.py: {mine.total()} changes: {mine['caught']} caught, {mine['hung']} hung, "
+            f"{mine['survived']} survived; {excused} more change nothing"
+        )
+    return int("survived" in outcomes)
+
+
+def load_once() -> None:
+    """Import what every fork needs, and nothing of the tree."""
+    for name in ("hypothesis", "numpy", "pytest", "torch"):
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

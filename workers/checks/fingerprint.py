@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from workers.checks.digest import workers_digest
-from workers.contract import Device, Fingerprint
+from workers.contract import ComputeSettings, Device, Fingerprint
 
 _SETTING_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "UCX_", "FI_")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|_KEY$", re.IGNORECASE)
@@ -40,6 +40,16 @@ def read_fingerprint(world_rank: int, device: Device, node: str | None) -> Finge
         workers_digest=workers_digest(),
         num_threads=torch.get_num_threads(),
         collective_settings=collective_settings(),
+    )
+
+
+def read_settings() -> ComputeSettings:
+    """This process's settings as they stand now."""
+    matmul = torch.backends.cuda.matmul
+    return ComputeSettings(
+        num_threads=torch.get_num_threads(),
+        allow_tf32=matmul.allow_tf32,
+        allow_bf16_reduction=bool(matmul.allow_bf16_reduced_precision_reduction),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from workers.contract import Dtype, Normalization, ProbeName, TrialSpec
+from workers.faults import data_rank
 from workers.models import exact, gpt
 from workers.padding import valid_length
 from workers.parameters import first_layer, stage_layer_counts
@@ -74,10 +75,11 @@ def microbatches(spec: TrialSpec, step: int, dp_rank: int, device: torch.device)
     """
     draw = exact.draw_tokens if spec.probe is ProbeName.EXACT else gpt.draw_tokens
     num_sequences = spec.batch.num_microbatches * spec.batch.micro_batch_size
-    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, dp_rank)
+    source_rank = data_rank(spec, dp_rank)
+    tokens_BS, targets_BS = draw(spec.model, num_sequences, spec.seed, step, source_rank)
     if spec.normalization is Normalization.NUM_TOKENS:
         for sequence in range(num_sequences):
-            targets_BS[sequence, valid_length(spec.model.seq_len, dp_rank, sequence) :] = IGNORED
+            targets_BS[sequence, valid_length(spec.model.seq_len, source_rank, sequence) :] = IGNORED
     return tokens_BS.to(device), targets_BS.to(device)
 
 

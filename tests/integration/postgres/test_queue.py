@@ -11,7 +11,8 @@ import psycopg
 import pytest
 from sqlalchemy import func, select, text, update
 
-from service.domain.validation import Cause, EventType, FailureDetail, State, Validation
+from service.domain.cause import Cause
+from service.domain.validation import EventType, FailureDetail, State, Validation
 from service.storage import events, queue, validations
 from service.storage.session import Connection, Database
 from service.storage.tables import divergence, rank_steps, trace, trials

@@ -221,3 +221,13 @@ def test_a_cancelled_validation_has_neither() -> None:
 def test_timings_are_one_line() -> None:
     timings = {"other_s": 1, "run_s": 0.5, "form_s": 3.14159, "note": "x"}
     assert terminal.timing_line(timings).plain == "time: form 3.14 s, run 0.5 s, other 1 s"
+
+
+def test_a_repeat_in_other_seats_is_told_as_it_happens() -> None:
+    at = "2026-01-01T00:00:00Z"
+    begun = {"trials": ["exact/fixed"], "suspects": [1], "nodes": ["node-b", "node-a"]}
+    line = render(terminal.event_line("repeating_elsewhere", at, begun, None))
+    assert "exact/fixed failed; now with the ranks on node-b node-a" in line
+    ended = {"cause": "hardware", "message": "the fault stays on node-a", "node": "node-a", "seats": [], "seconds": 3.0}
+    line = render(terminal.event_line("repeated_elsewhere", at, ended, None))
+    assert "cause hardware: the fault stays on node-a" in line

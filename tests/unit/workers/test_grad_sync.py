@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,23 @@ from lockstep import Lockstep
 from torch import Tensor
 
 from workers.communicator import Pending, ProcessGroups, VirtualRanks
-from workers.contract import Mesh, Normalization, OrderingName, Phase, ProbeName
+from workers.contract import TINY, BatchSpec, Mesh, Normalization, OrderingName, Phase, ProbeName, TrialSpec
 from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer
-from workers.grad_sync import Prescale, TokenCounts, prescale_for, sync_gradients, token_divisor
+from workers.grad_sync import (
+    Prescale,
+    TokenCounts,
+    counted_tokens,
+    prescale_for,
+    prescale_of,
+    scale_of,
+    sync_gradients,
+    token_divisor,
+)
 from workers.layout import RULES, LayoutVersion, PrescaleKind, build_layout
 from workers.mesh import Members
 from workers.orderings import ORDERINGS
+from workers.padding import valid_tokens
 from workers.parameters import ParameterShape
 
 
@@ -181,6 +192,41 @@ def test_exact_scales_by_a_power_of_two_and_gpt_by_dp(dp: int, divisor: int) -> 
     scaled = integers.clone()
     prescale_for(ordering, ProbeName.EXACT, dp).apply(scaled)
     assert torch.equal(scaled * divisor, integers)
+
+
+BY_TOKENS = {"normalization": Normalization.NUM_TOKENS}
+
+
+@pytest.mark.parametrize("probe", list(ProbeName))
+@pytest.mark.parametrize(
+    ("name", "settings", "divisors", "averages"),
+    [
+        (OrderingName.BUGGY, {}, (4, 3), False),
+        (OrderingName.ALL_REDUCE, {"average_in_collective": True}, (4, 3), True),
+        (OrderingName.FIXED, BY_TOKENS, (1, 1), False),
+        (OrderingName.MEAN_OF_MEANS, BY_TOKENS, (4, 3), False),
+    ],
+)
+def test_what_a_trial_divides_by_before_its_sum(
+    probe: ProbeName, name: OrderingName, settings: dict[str, Any], divisors: tuple[int, int], averages: bool
+) -> None:
+    spec = TrialSpec(probe, name, Mesh(3, 2), TINY, BatchSpec(1, 2), **settings)
+    prescale = prescale_of(spec)
+    assert prescale.divisor == divisors[probe is ProbeName.GPT]
+    assert (prescale.kind, prescale.in_collective) == (ORDERINGS[name].rule.prescale, averages)
+    tokens = sum(int(count) for count in counted_tokens(spec).counts.values())
+    if settings == BY_TOKENS:
+        assert scale_of(spec) == Prescale(PrescaleKind.MULTIPLY_BY_INVERSE, token_divisor(probe, tokens))
+    else:
+        assert scale_of(spec) == prescale
+
+
+def test_only_the_last_stage_counts_tokens() -> None:
+    spec = TrialSpec(ProbeName.GPT, OrderingName.FIXED, Mesh(2, 3), TINY, BatchSpec(1, 3), **BY_TOKENS)
+    counts = [int(count) for count in counted_tokens(spec).counts.values()]
+    assert counts[:4] == [0] * 4
+    assert tuple(counts[4:]) == valid_tokens(spec)
+    assert min(counts[4:]) > 0
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(2, 3), Mesh(4, 2)], ids=str)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from workers.errors import LayoutAssertionError, SpecError
 from workers.intervals import Interval, count
-from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, build_layout, resolve
+from workers.layout import RULES, BufferLayout, LayoutRule, LayoutVersion, PrescaleKind, build_layout, resolve
 from workers.parameters import ParameterShape
 
 sizes = st.lists(st.integers(1, 90), min_size=1, max_size=6)
@@ -146,3 +146,9 @@ def test_resolve(text: str, version: str) -> None:
 def test_unknown_versions_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="has no known layout"):
         resolve(text)
+
+
+def test_every_version_s_pre_scale_divides_up_to_a67ffda_and_multiplies_from_4b44f0a_on() -> None:
+    dividing = {LayoutVersion.DE4028A, LayoutVersion.DAF0006, LayoutVersion.A67FFDA}
+    assert {rule.version for rule in RULES.values() if rule.prescale is PrescaleKind.DIVIDE} == dividing
+    assert set(RULES) == set(LayoutVersion)

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from workers import step
+from workers.checks.finiteness import count_nonfinite
 from workers.contract import BatchSpec, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
 from workers.intervals import Interval, count, union
-from workers.orderings import ORDERINGS, SyncPhase
-from workers.step import count_nonfinite, expect, moments
+from workers.orderings import ORDERINGS, RANK_PHASES, SyncPhase
+from workers.step import expect, moments
 
 
 def test_every_sync_phase_has_a_place() -> None:
-    assert set(step._RANK_PHASES) == set(SyncPhase)
+    assert set(RANK_PHASES) == set(SyncPhase)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -12,43 +12,64 @@ import torch
 from lockstep import Lockstep
 
 from workers.communicator import Moment, ProcessGroups
-from workers.contract import Drill, RankPhase
+from workers.contract import BatchSpec, Drill, Mesh, ModelSpec, OrderingName, ProbeName, RankPhase, TrialSpec
 from workers.errors import DrillError
 from workers.faults import FaultName
-from workers.strikes import Striker, StruckCommunicator, flip_bit, strike
+from workers.strikes.arsenal import STRIKES, arm
+from workers.strikes.process import Breakdown, break_down
+from workers.strikes.strike import Strike, Victim, flip_bit, largest
 
 STRUCK = (RankPhase.DP_SYNC, RankPhase.FORWARD_BACKWARD)
+MODEL = ModelSpec(8, 4, 2, 1, 4)
+Where = tuple[RankPhase, int | None]
+
+
+def victim_of(fault: FaultName, where: Where, world_rank: int = 0, step: int = 0, dp: int = 2) -> Victim:
+    drill = Drill(fault, world_rank, step)
+    spec = TrialSpec(ProbeName.GPT, OrderingName.OWN_BUCKET, Mesh(dp, 1), MODEL, BatchSpec(1, 2), drill=drill)
+    links = cast("ProcessGroups", None)
+    return Victim(spec, spec.mesh.coordinates(world_rank), lambda: where, links)
+
+
+def breakdown(fault: FaultName, where: Where, step: int) -> Breakdown:
+    strike = STRIKES[fault](victim_of(fault, where, step=step), step)
+    assert isinstance(strike, Breakdown)
+    return strike
+
+
+def test_every_fault_has_a_strike() -> None:
+    assert set(STRIKES) == set(FaultName)
 
 
 @pytest.mark.parametrize("fault", [name for name in FaultName if name.startswith("raise")])
 @pytest.mark.parametrize("moment", list(Moment))
 def test_a_raise_strikes_at_its_moment_only(fault: FaultName, moment: Moment) -> None:
-    striker = Striker(Drill(fault, world_rank=1, step=2), lambda: (RankPhase.DP_SYNC, 2))
+    strike = breakdown(fault, (RankPhase.DP_SYNC, 2), step=2)
     if fault == f"raise_{moment}_collective":
         with pytest.raises(DrillError, match=fault):
-            striker(moment)
+            strike(moment)
     else:
-        striker(moment)
+        strike(moment)
 
 
 @pytest.mark.parametrize(
     "where",
     [(RankPhase.DP_SYNC, 1), (RankPhase.DP_SYNC, None), *[(phase, 2) for phase in RankPhase if phase not in STRUCK]],
 )
-def test_other_phases_and_steps_are_left_alone(where: tuple[RankPhase, int | None]) -> None:
-    Striker(Drill(FaultName.RAISE_IN, world_rank=0, step=2), lambda: where)(Moment.IN)
+def test_other_phases_and_steps_are_left_alone(where: Where) -> None:
+    breakdown(FaultName.RAISE_IN, where, step=2)(Moment.IN)
 
 
 @pytest.mark.parametrize("phase", STRUCK)
 def test_the_dp_sync_is_struck_also_where_it_starts_during_backward(phase: RankPhase) -> None:
     with pytest.raises(DrillError):
-        Striker(Drill(FaultName.RAISE_BEFORE, world_rank=0, step=2), lambda: (phase, 2))(Moment.BEFORE)
+        breakdown(FaultName.RAISE_BEFORE, (phase, 2), step=2)(Moment.BEFORE)
 
 
 def test_a_kill_leaves_no_chance_to_clean_up() -> None:
     code = (
-        "import atexit; from workers.faults import FaultName; from workers.strikes import strike\n"
-        "atexit.register(print, 'cleaned up')\nstrike(FaultName.KILL_IN)\nprint('survived')"
+        "import atexit; from workers.faults import FaultName; from workers.strikes.process import break_down\n"
+        "atexit.register(print, 'cleaned up')\nbreak_down(FaultName.KILL_IN)\nprint('survived')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -57,31 +78,62 @@ def test_a_kill_leaves_no_chance_to_clean_up() -> None:
 
 def test_a_raise_says_that_it_was_asked_for() -> None:
     with pytest.raises(DrillError, match="told to break"):
-        strike(FaultName.RAISE_AFTER)
+        break_down(FaultName.RAISE_AFTER)
 
 
 def test_one_bit_of_one_element_is_flipped() -> None:
     values = torch.tensor([1.0, -8.0, 3.0])
-    flip_bit(values)
+    flip_bit(values, largest(values))
     assert values.tolist() == [1.0, -12.0, 3.0]
-    flip_bit(values)
+    flip_bit(values, 1)
     assert values.tolist() == [1.0, -8.0, 3.0]
+    halves = torch.tensor([1.0, -8.0], dtype=torch.bfloat16)
+    flip_bit(halves, 1)
+    assert halves.tolist() == [1.0, -12.0]
+
+
+def test_a_rank_that_is_not_meant_is_armed_with_nothing() -> None:
+    victim = victim_of(FaultName.TIE_SKIPPED, (RankPhase.TIE, 0), world_rank=1)
+    assert type(arm(victim, "node")) is not Strike
+    other = Victim(victim.spec, victim.spec.mesh.coordinates(0), victim.where, victim.links)
+    assert type(arm(other, "node")) is Strike
+
+
+def synced(fault: FaultName, struck_rank: int, where: Where, buckets: int = 2) -> list[list[torch.Tensor]]:
+    """Each rank's whole buckets [6] of a reduce-scatter over two, which hold (1 + index + rank, ...)."""
+
+    def rank_main(rank: int, inner: ProcessGroups) -> list[torch.Tensor]:
+        communicator = inner
+        if rank == struck_rank:
+            strike = arm(victim_of(fault, where, struck_rank), "node")
+            strike.before_forward()
+            communicator = cast("ProcessGroups", strike.around_communicator(inner))
+        held = [torch.full((6,), float(1 + index + rank)) for index in range(buckets)]
+        for bucket in held:
+            communicator.start_reduce_scatter((0, 1), {rank: bucket}).wait()
+        return held
+
+    return Lockstep(2).run(rank_main)
 
 
 @pytest.mark.parametrize("struck_rank", [0, 1])
-@pytest.mark.parametrize("at", [(RankPhase.DP_SYNC, 0), (RankPhase.DP_SYNC, 1), (RankPhase.TIE, 0)])
-def test_a_receive_buffer_is_hit_in_its_step_on_its_rank(struck_rank: int, at: tuple[RankPhase, int]) -> None:
-    drill = Drill(FaultName.BIT_IN_RECEIVE_BUFFER, struck_rank)
+@pytest.mark.parametrize("at", [(RankPhase.DP_SYNC, 0), (RankPhase.DP_SYNC, 1), (RankPhase.TIE, 0), (STRUCK[1], 0)])
+def test_a_receive_buffer_is_hit_once_in_its_step_on_its_rank(struck_rank: int, at: tuple[RankPhase, int]) -> None:
+    for rank, held in enumerate(synced(FaultName.BIT_IN_RECEIVE_BUFFER, struck_rank, at)):
+        owned = [bucket[3 * rank : 3 * rank + 3] for bucket in held]
+        wrong = [int((part != 3.0 + 2 * index).sum()) for index, part in enumerate(owned)]
+        is_hit = rank == struck_rank and at in ((RankPhase.DP_SYNC, 0), (RankPhase.FORWARD_BACKWARD, 0))
+        assert wrong == ([1, 0] if is_hit else [0, 0])
 
-    def rank_main(rank: int, inner: ProcessGroups) -> list[torch.Tensor]:
-        communicator = (
-            cast(ProcessGroups, StruckCommunicator(inner, drill, lambda: at)) if rank == struck_rank else inner
-        )
-        buckets = [torch.full((6,), float(1 + index)) for index in range(2)]
-        for bucket in buckets:
-            communicator.reduce_scatter((0, 1), {rank: bucket})
-        return [bucket[3 * rank : 3 * rank + 3] for bucket in buckets]
 
-    for rank, owned in enumerate(Lockstep(2).run(rank_main)):
-        wrong = [int((part != 2.0 * (1 + index)).sum()) for index, part in enumerate(owned)]
-        assert wrong == ([1, 1] if rank == struck_rank and at == (RankPhase.DP_SYNC, 0) else [0, 0])
+def test_what_each_fault_of_the_sync_leaves_behind() -> None:
+    where = (RankPhase.DP_SYNC, 0)
+
+    def left(fault: FaultName) -> tuple[list[float], list[float]]:
+        (zero,), (one,) = synced(fault, 1, where, buckets=1)
+        return zero[:3].tolist(), one.tolist()
+
+    assert left(FaultName.STALE_VIEW) == ([3, 3, 3], [2] * 6)
+    assert left(FaultName.WRONG_SHARD_OWNER) == ([3, 3, 3], [3, 3, 3, 2, 2, 2])
+    assert left(FaultName.TAIL_TRUNCATED) == ([3, 3, 3], [2, 2, 2, 3, 3, 2])
+    assert left(FaultName.DIVIDED_BY_GROUP_SIZE_TWICE)[0] == [2, 2, 2]
