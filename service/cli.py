@@ -154,6 +154,9 @@ def validate(
     ] = None,
     device: Annotated[Device | None, typer.Option(help="Where ranks compute.", show_default="auto")] = None,
     launcher: Annotated[Launcher | None, typer.Option(help="Who starts the ranks.", show_default="pool")] = None,
+    stack: Annotated[
+        str | None, typer.Option(help="Put an installed stack under test, too.", show_default="reference")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data.", show_default="0")] = None,
     deadline_s: Annotated[int | None, typer.Option(help="Time limit once taken up.", show_default="120")] = None,
     label: Annotated[list[str] | None, typer.Option(help="NAME=VALUE; repeat for several.")] = None,
@@ -187,6 +190,7 @@ def validate(
         grad_reduce_dtype=grad_reduce_dtype,
         device=device,
         launcher=launcher,
+        stack=stack,
         seed=seed,
         deadline_s=deadline_s,
         labels=label,

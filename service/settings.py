@@ -10,6 +10,9 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from workers.errors import StackError
+from workers.stacks.registry import parse_setting
+
 _SCHEMES = ("postgresql://", "postgresql+psycopg://", "postgres://")
 
 
@@ -37,6 +40,14 @@ def _postgres_url(url: str | None) -> str | None:
         scheme = url.split("://", 1)[0]
         raise ValueError(f"{scheme!r} is not a Postgres URL; use postgresql://user:password@host:port/database")
     return url or None
+
+
+def _stacks(text: str) -> str:
+    try:
+        parse_setting(text)
+    except StackError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 class Settings(BaseSettings):
@@ -70,6 +81,8 @@ class Settings(BaseSettings):
     """Logical CPUs of that local Ray, one a rank. They bound how many ranks share the machine, not its cores."""
     node_label: str = "gradgate.node"
     """The Ray node label that maps a node to its Kubernetes or Slurm name."""
+    stacks: Annotated[str, AfterValidator(_stacks)] = ""
+    """Stacks that requests may name besides those of installed packages: name=module:attribute, divided by commas."""
     dispatcher_id: str = Field(default_factory=default_dispatcher_id, min_length=1)
 
     max_world_size: int = Field(default=1024, ge=1)

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from workers.contract import (
+    REFERENCE_STACK,
     Coordinates,
     Device,
     DivergenceRow,
@@ -19,13 +20,15 @@ from workers.contract import (
     ProbeName,
     ReplicaRow,
     Role,
+    StackOrigin,
+    StackRow,
     StepReport,
     TiedRow,
     TrialSpec,
 )
 from workers.experiment import ExperimentSpec, trials
 from workers.intervals import count, intersect
-from workers.orderings import ORDERINGS, ordering_of
+from workers.orderings import ordering_of
 from workers.parameters import stage_parameters, tied_parameter_name
 from workers.prediction import ordering_layouts, trial_misowned
 
@@ -74,19 +77,27 @@ def healthy_report(index: int, spec: TrialSpec, step: int, world_rank: int) -> S
         replica=ReplicaRow(f"initial {at.pp_rank}", f"stage {at.pp_rank} step {step}"),
         loss=4.2 if at.pp_rank == spec.mesh.pp - 1 else None,
         seconds={},
-        grad_norm=healthy_norm(spec, step, at.pp_rank),
-        parameters=healthy_parameters(spec, at),
+        grad_norm=healthy_norm(spec, step, at.pp_rank) if spec.stack == REFERENCE_STACK else None,
+        parameters=healthy_parameters(spec, at) if spec.stack == REFERENCE_STACK else (),
+        stack=None if spec.stack == REFERENCE_STACK else healthy_stack(spec, end),
     )
+
+
+def healthy_stack(spec: TrialSpec, end: End | None) -> StackRow:
+    """All replicas own all of 5,000 elements, of which the tied weight's are judged apart."""
+    tied = spec.model.vocab_size * spec.model.hidden_size if end else 0
+    updated = 5000 if spec.probe is EXACT else 0
+    return StackRow(StackOrigin("acme", "acme_stack:build", "acme-stack", "1.2"), 5000, 5000 - tied, updated, ())
 
 
 def healthy_norm(spec: TrialSpec, step: int, pp_rank: int) -> NormRow:
     known = pp_rank == 0 and (spec.probe is EXACT or step == 0)
-    right = ORDERINGS[spec.ordering].role is Role.SUBJECT
+    right = ordering_of(spec).role is Role.SUBJECT
     return NormRow(2.5 if right else 2.25, 2.5 if known else None, 1e-9 if known else None)
 
 
 def healthy_row(spec: TrialSpec, end: End, dp_rank: int) -> DivergenceRow:
-    ordering = ORDERINGS[spec.ordering]
+    ordering = ordering_of(spec)
     layout = ordering_layouts(spec)[end is End.LM_HEAD]
     name = tied_parameter_name(spec.mesh.pp, 0 if end is End.WTE else spec.mesh.pp - 1)
     owned = layout.owned_intervals(name or "", dp_rank)

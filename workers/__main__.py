@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from workers.checks.fingerprint import node_name
 from workers.contract import (
     NAMED_MODELS,
+    REFERENCE_STACK,
     SCHEMA_VERSION,
     BatchSpec,
     Device,
@@ -37,6 +38,7 @@ from workers.contract import (
 )
 from workers.encoding import dumps
 from workers.errors import SpecError
+from workers.evidence import sign_fingerprints
 from workers.experiment import ExperimentSpec, default_batch, resolve, trials
 from workers.faults import DRILL_FORM, read_drill
 from workers.launch import LaunchError, Place, open_store, read_place, speaks, take_device
@@ -172,7 +174,10 @@ def _document(
         "request": spec,
         "trials": judgement.trials if judgement else (),
         "error": error,
-        "fingerprint": [word.fingerprint for word in words if word.fingerprint],
+        "fingerprint": sign_fingerprints(
+            (word.fingerprint for word in words if word.fingerprint),
+            (report for word in words for report in word.reports),
+        ),
     }
     if with_ranks:
         document["ranks"] = [report for word in words for report in word.reports]
@@ -223,6 +228,7 @@ def _experiment(options: argparse.Namespace) -> ExperimentSpec:
         device=options.device,
         seed=options.seed,
         drill=options.drill,
+        stack=options.stack,
     )
 
 
@@ -258,6 +264,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl on cuda, gloo on cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drill", type=_drill, help=f"{DRILL_FORM}, to see a failure on purpose")
+    stack_help = "an entry of gradgate.stacks or GRADGATE_STACKS, put under each probe besides the orderings"
+    parser.add_argument("--stack", default=REFERENCE_STACK, help=stack_help)
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of each collective, in seconds")
     parser.add_argument("--virtual", action="store_true", help="all ranks in this one process, whatever the mesh")
     parser.add_argument("--ranks", action="store_true", help="print every rank's report too")

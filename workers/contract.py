@@ -29,6 +29,25 @@ class OrderingName(StrEnum):
     LAYERNORM_AVERAGED = "layernorm_averaged"
 
 
+class ForeignOrdering(StrEnum):
+    """What a foreign stack's trial has in place of an ordering: no catalogue knows what such a stack does."""
+
+    STACK = "stack"
+
+
+TrialOrdering = OrderingName | ForeignOrdering
+"""How a trial synchronises: by the catalogue, or as its stack does."""
+
+
+def trial_ordering(name: str) -> TrialOrdering:
+    """The member of that name. ValueError for any other."""
+    return ForeignOrdering(name) if name == ForeignOrdering.STACK else OrderingName(name)
+
+
+REFERENCE_STACK = "reference"
+"""The stack of this package, which runs every ordering of the catalogue."""
+
+
 class ProbeName(StrEnum):
     """The model and data of a trial."""
 
@@ -235,7 +254,7 @@ class TrialSpec:
     """One probe under one ordering for `steps` steps. `device` is resolved (never `auto`)."""
 
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
     mesh: Mesh
     model: ModelSpec
     batch: BatchSpec
@@ -255,6 +274,8 @@ class TrialSpec:
     repeat: int = 0
     seed: int = 0
     drill: Drill | None = None
+    stack: str = REFERENCE_STACK
+    """Whose code synchronises; any other than the reference goes with `ForeignOrdering.STACK`."""
 
 
 class DeviationKind(StrEnum):
@@ -446,6 +467,56 @@ class ComputeSettings:
     allow_bf16_reduction: bool
 
 
+class StackFault(StrEnum):
+    """What can be wrong with somebody else's stack beyond the tied weight's gradient."""
+
+    OWNERSHIP_GAP = "ownership_gap"
+    OWNERSHIP_OVERLAP = "ownership_overlap"
+    GRADIENT_WRONG = "gradient_wrong"
+    UPDATE_WRONG = "update_wrong"
+    WEIGHTS_DIFFER = "weights_differ"
+
+
+@dataclass(frozen=True, slots=True)
+class StackFinding:
+    """One parameter that a stack got wrong on one rank. `detail` follows the parameter's name in a sentence."""
+
+    fault: StackFault
+    parameter: str
+    num_elements: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackOrigin:
+    """Where a foreign stack's code comes from on one rank."""
+
+    name: str
+    target: str
+    """`module:attribute` of its factory."""
+    distribution: str | None
+    """The installed package that brings it; None where only the operator's setting names it."""
+    version: str | None
+
+    def __str__(self) -> str:
+        brought = f"{self.distribution} {self.version}" if self.distribution else "by setting"
+        return f"{self.target}, {brought}"
+
+
+@dataclass(frozen=True, slots=True)
+class StackRow:
+    """How one rank's part of a foreign stack's work was judged in one step, over every parameter of its stages."""
+
+    origin: StackOrigin
+    num_elements: int
+    """Of the parameters of this rank's stages."""
+    gradient_elements: int
+    """Owned elements whose gradient was compared, the tied weight's aside: that has rows of its own."""
+    update_elements: int
+    """Owned elements whose new weight was compared; none for gpt."""
+    findings: tuple[StackFinding, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class NormRow:
     """The global gradient norm as this rank has it after the sync; every rank must have the same bits."""
@@ -494,7 +565,7 @@ class StepReport:
 
     trial_index: int
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
     repeat: int
     step: int
     world_rank: int
@@ -511,6 +582,8 @@ class StepReport:
     """Time by RankPhase value, in seconds, from a monotonic clock."""
     nonfinite_elements: int = 0
     """Of this rank's gradients when a phase of the sync begins, and of the weights it updated; any parameter."""
+    stack: StackRow | None = None
+    """Of a trial of somebody else's stack."""
     grad_norm: NormRow | None = None
     """None where the step ended before the optimizer."""
     collectives: tuple[CollectiveRow, ...] = ()
@@ -547,6 +620,8 @@ class Fingerprint:
     num_threads: int
     collective_settings: dict[str, str]
     """NCCL_*, GLOO_* and similar variables; secrets are masked."""
+    stack: StackOrigin | None = None
+    """The foreign stack that this rank loaded; None where only the reference ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +629,7 @@ class TrialSummary:
     """One probe under one ordering over all ranks, both ends, all steps and repeats."""
 
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
     role: Role
     misowned_elements: int
     """Per step, both ends, from the layout alone."""

@@ -51,6 +51,18 @@ class CollectiveMismatchError(WorkerError):
     code = "collective_mismatch"
 
 
+class StackError(WorkerError):
+    """A stack cannot be loaded, raised, or did not do what the protocol asks."""
+
+    code = "stack_failed"
+
+
+class UnknownStackError(StackError):
+    """No stack of this name is registered where a rank runs."""
+
+    code = "unknown_stack"
+
+
 class CollectiveError(WorkerError):
     """A collective broke under this rank: a peer went away or never came. Never a first cause."""
 

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, isnan
 
 from workers.contract import (
+    REFERENCE_STACK,
     DeviationKind,
     DivergenceRow,
     End,
+    Fingerprint,
     NormRow,
     OrderingName,
     Phase,
     ProbeName,
     Role,
+    StackFinding,
+    StackRow,
     StepReport,
     TiedRow,
+    TrialOrdering,
     TrialSpec,
     TrialSummary,
 )
@@ -65,7 +70,9 @@ class Evidence:
     @property
     def title(self) -> str:
         """How reasons name it."""
-        return f"{self.spec.probe.value}/{self.spec.ordering.value}"
+        spec = self.spec
+        named = "" if spec.stack == REFERENCE_STACK else f" {spec.stack}"
+        return f"{spec.probe.value}/{spec.ordering.value}{named}"
 
     @property
     def role(self) -> Role:
@@ -120,7 +127,7 @@ def sift(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Sifted:
 
 def collect(trials: Sequence[TrialSpec], accepted: Mapping[Place, StepReport]) -> tuple[Evidence, ...]:
     """The evidence of each probe and ordering, in the trials' order."""
-    groups: dict[tuple[ProbeName, OrderingName], dict[int, TrialSpec]] = defaultdict(dict)
+    groups: dict[tuple[ProbeName, TrialOrdering], dict[int, TrialSpec]] = defaultdict(dict)
     for index, spec in enumerate(trials):
         groups[spec.probe, spec.ordering][index] = spec
     return tuple(
@@ -230,8 +237,11 @@ def norm_breaches(evidence: Evidence) -> Iterator[tuple[StepReport, NormRow]]:
 def unjudged_norms(evidence: Evidence) -> Iterator[tuple[int, int]]:
     """(trial_index, step) in which a rank has no norm, or none was compared where a reference is known.
 
-    The reference of gpt is known in the first step only: later weights depend on the run under test.
+    The reference of gpt is known in the first step only: later weights depend on the run under test. Of a foreign stack
+    no norm is taken.
     """
+    if evidence.spec.stack != REFERENCE_STACK:
+        return
     compared = {(report.trial_index, report.step) for report, norm in norms(evidence) if norm.reference is not None}
     silent = {(report.trial_index, report.step) for report in evidence.reports if report.grad_norm is None}
     for index, step in _steps(evidence.specs):
@@ -278,7 +288,12 @@ def elements_due(spec: TrialSpec) -> dict[End, int]:
 
 
 def unjudged_parameters(evidence: Evidence) -> Iterator[tuple[int, int, int, Phase]]:
-    """(trial_index, step, pp_rank, phase) in which not every element of a stage's parameters was compared."""
+    """(trial_index, step, pp_rank, phase) in which not every element of a stage's parameters was compared.
+
+    A foreign stack's have an audit of their own (`unaudited_steps`).
+    """
+    if evidence.spec.stack != REFERENCE_STACK:
+        return
     compared: dict[tuple[int, int, int, Phase], int] = defaultdict(int)
     for report in evidence.reports:
         for row in report.parameters:
@@ -316,6 +331,39 @@ def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
         compared[report.trial_index, report.step] += report.tied.num_elements if report.tied else 0
     if evidence.spec.mesh.pp > 1:
         yield from (at for at in _steps(evidence.specs) if compared[at] < evidence.num_elements)
+
+
+def stack_faults(evidence: Evidence) -> Iterator[tuple[StepReport, StackFinding]]:
+    """Everything that was found wrong with a foreign stack beyond the tied weight's gradient."""
+    for report in evidence.reports:
+        if report.stack is not None:
+            yield from ((report, finding) for finding in report.stack.findings)
+
+
+def unaudited_steps(evidence: Evidence) -> Iterator[tuple[int, int, int]]:
+    """(trial_index, step, pp_rank) of a foreign stack in which not every parameter of the stages was judged."""
+    if evidence.spec.stack == REFERENCE_STACK:
+        return
+    rows: dict[tuple[int, int, int], list[StackRow]] = defaultdict(list)
+    for report in evidence.reports:
+        if report.stack is not None:
+            rows[report.trial_index, report.step, report.pp_rank].append(report.stack)
+    mesh, exact = evidence.spec.mesh, evidence.spec.probe is ProbeName.EXACT
+    for index, step in _steps(evidence.specs):
+        for pp_rank in range(mesh.pp):
+            of_stage = rows[index, step, pp_rank]
+            due = max((row.num_elements for row in of_stage), default=0)
+            apart = evidence.num_elements if pp_rank in (0, mesh.pp - 1) else 0
+            compared = sum(row.gradient_elements for row in of_stage) >= due - apart
+            updated = not exact or sum(row.update_elements for row in of_stage) >= due
+            if not (due and compared and updated):
+                yield index, step, pp_rank
+
+
+def sign_fingerprints(fingerprints: Iterable[Fingerprint], reports: Iterable[StepReport]) -> tuple[Fingerprint, ...]:
+    """Fingerprints with the foreign stack that each rank reports to have loaded: it learns of it after it joined."""
+    origins = {report.world_rank: report.stack.origin for report in reports if report.stack is not None}
+    return tuple(replace(one, stack=origins.get(one.world_rank)) for one in fingerprints)
 
 
 def largest(values: Iterable[float]) -> float:

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 
 from workers.contract import (
     NAMED_MODELS,
+    REFERENCE_STACK,
     BatchSpec,
     Device,
     Drill,
     Dtype,
+    ForeignOrdering,
     Mesh,
     ModelSpec,
     Normalization,
     OrderingName,
     ProbeName,
     Schedule,
+    TrialOrdering,
     TrialSpec,
 )
 from workers.errors import SpecError
@@ -45,6 +48,8 @@ class ExperimentSpec:
     device: Device = Device.AUTO
     seed: int = 0
     drill: Drill | None = None
+    stack: str = REFERENCE_STACK
+    """Whose stack is put under each probe besides the orderings, which always run on the reference."""
 
 
 def resolve(spec: ExperimentSpec) -> ExperimentSpec:
@@ -67,7 +72,8 @@ def _microbatches_for(mesh: Mesh, least: int) -> int:
 
 
 def trials(spec: ExperimentSpec, device: Device) -> tuple[TrialSpec, ...]:
-    """The trials in the order in which a gang runs them: by repeat, then probe, then ordering.
+    """The trials in the order in which a gang runs them: by repeat, then probe, then ordering, a foreign
+    stack last.
 
     Repeat r uses seed + r. `device` is what `auto` was resolved to. Raises SpecError for an unknown model.
     """
@@ -76,8 +82,13 @@ def trials(spec: ExperimentSpec, device: Device) -> tuple[TrialSpec, ...]:
         _trial(spec, probe, ordering, repeat, device)
         for repeat in range(spec.repeats)
         for probe in spec.probes
-        for ordering in spec.orderings
+        for ordering in _ways(spec)
     )
+
+
+def _ways(spec: ExperimentSpec) -> tuple[TrialOrdering, ...]:
+    foreign = () if spec.stack == REFERENCE_STACK else (ForeignOrdering.STACK,)
+    return (*spec.orderings, *foreign)
 
 
 def probe_model(spec: ExperimentSpec, probe: ProbeName) -> ModelSpec:
@@ -114,7 +125,7 @@ def probe_batch(spec: ExperimentSpec, probe: ProbeName) -> BatchSpec:
     return spec.batch or default_batch(spec.mesh)
 
 
-def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repeat: int, device: Device) -> TrialSpec:
+def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: TrialOrdering, repeat: int, device: Device) -> TrialSpec:
     return TrialSpec(
         probe=probe,
         ordering=ordering,
@@ -134,4 +145,5 @@ def _trial(spec: ExperimentSpec, probe: ProbeName, ordering: OrderingName, repea
         repeat=repeat,
         seed=spec.seed + repeat,
         drill=spec.drill,
+        stack=spec.stack if isinstance(ordering, ForeignOrdering) else REFERENCE_STACK,
     )

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
-from workers.contract import Drill, JudgeName, Mesh, OrderingName, RankPhase, TrialSpec
+from workers.contract import REFERENCE_STACK, Drill, JudgeName, Mesh, OrderingName, RankPhase, TrialSpec
 
 
 class FaultName(StrEnum):
@@ -231,7 +231,7 @@ def data_rank(spec: TrialSpec, dp_rank: int) -> int:
 def data_of(spec: TrialSpec) -> TrialSpec:
     """The trial without what changes neither its data nor its weights: equal ones share every replay."""
     drill = spec.drill if data_rank(spec, 1) != 1 else None
-    return replace(spec, ordering=OrderingName.FIXED, steps=1, repeat=0, drill=drill)
+    return replace(spec, ordering=OrderingName.FIXED, stack=REFERENCE_STACK, steps=1, repeat=0, drill=drill)
 
 
 def why_not(fault: Fault, mesh: Mesh, world_rank: int | None) -> str | None:

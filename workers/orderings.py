@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from workers.contract import Normalization, OrderingName, RankPhase, Role, TrialSpec
+from workers.contract import (
+    ForeignOrdering,
+    Normalization,
+    OrderingName,
+    RankPhase,
+    Role,
+    TrialOrdering,
+    TrialSpec,
+)
 from workers.layout import RULES, LayoutRule, LayoutVersion
 
 
@@ -60,7 +68,7 @@ RANK_PHASES: Mapping[SyncPhase, RankPhase] = MappingProxyType(
 class Ordering:
     """How gradients are laid out and synchronised."""
 
-    name: OrderingName
+    name: TrialOrdering
     layout: LayoutVersion
     phases: tuple[SyncPhase, ...]
     distributed_optimizer: bool
@@ -226,12 +234,27 @@ def _catalogue() -> Iterator[Ordering]:
     )
 
 
-ORDERINGS: Mapping[OrderingName, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
-"""Every ordering by its name."""
+ORDERINGS: Mapping[TrialOrdering, Ordering] = MappingProxyType({ordering.name: ordering for ordering in _catalogue()})
+"""Every ordering by its name. What a foreign stack does is not among them."""
+
+FOREIGN = Ordering(
+    name=ForeignOrdering.STACK,
+    layout=LayoutVersion.V0_13,
+    phases=(SyncPhase.DP_ALL_REDUCE, SyncPhase.TIE_ALL_REDUCE),
+    distributed_optimizer=False,
+    role=Role.SUBJECT,
+    bit_tied=False,
+    source="the stack's own code",
+    summary="Whatever the stack does: its phases are unknown, what it owns is asked of it.",
+    expectation="Clean.",
+)
+"""Stands for the ordering in a foreign stack's trial: what a right sum amounts to, however the stack goes about it."""
 
 
 def ordering_of(spec: TrialSpec) -> Ordering:
     """A trial's ordering as its other settings turn it out: phases, role and all."""
+    if isinstance(spec.ordering, ForeignOrdering):
+        return FOREIGN.normalized(spec.normalization)
     return compose(spec.ordering, spec.overlap, spec.normalization, spec.mesh.tp)
 
 

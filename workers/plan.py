@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from workers.contract import (
     NAMED_MODELS,
+    REFERENCE_STACK,
     BatchSpec,
     Device,
     Drill,
@@ -220,6 +221,19 @@ def _choice_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     yield from _distinct("orderings", spec.orderings)
     yield from _normalization_violations(spec)
     yield from _layernorm_violations(spec)
+    yield from _stack_violations(spec)
+
+
+def _stack_violations(spec: ExperimentSpec) -> Iterator[Violation]:
+    """What the protocol does not carry to somebody else's stack yet."""
+    if spec.stack == REFERENCE_STACK:
+        return
+    if spec.mesh.tp > 1:
+        rule = f"a foreign stack runs without tensor parallelism yet, and mesh.tp is {spec.mesh.tp}"
+        yield Violation(("stack",), spec.stack, rule, "set mesh.tp to 1, or stack to reference")
+    if spec.grad_reduce_dtype is not Dtype.FLOAT32:
+        rule = f"a foreign stack is judged by sums in float32 yet, and grad_reduce_dtype is {spec.grad_reduce_dtype}"
+        yield Violation(("stack",), spec.stack, rule, "set grad_reduce_dtype to float32, or stack to reference")
 
 
 def _layernorm_violations(spec: ExperimentSpec) -> Iterator[Violation]:

@@ -21,6 +21,7 @@ from workers.checks.parameters import ParameterJudges, Scene
 from workers.checks.replicas import GatherWatch, digest
 from workers.communicator import ProcessGroups
 from workers.contract import (
+    REFERENCE_STACK,
     ComputeSettings,
     Coordinates,
     DivergenceRow,
@@ -33,6 +34,7 @@ from workers.contract import (
     ProbeName,
     RankPhase,
     ReplicaRow,
+    StackRow,
     StepReport,
     TiedRow,
     TraceRow,
@@ -41,6 +43,7 @@ from workers.contract import (
 from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
 from workers.exchange import Answer, Expectation, Holding, Replay
+from workers.foreign import ForeignStack
 from workers.grad_buffer import select
 from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
 from workers.grad_sync import mean_factors, prescale_of, scale_of
@@ -121,7 +124,8 @@ class RankTrial:
         where = lambda: (clock.position.phase, clock.position.step)  # noqa: E731
         self._strike = arm(Victim(spec, coordinates, where, self._communicator), node)
         self._build(groups, device)
-        self._expectation = expect(spec, self._ordering, coordinates.tp_rank)
+        expectation = expect(spec, self._ordering, coordinates.tp_rank)
+        self._expectation = self._foreign.expect(expectation) if self._foreign else expectation
         self._layernorms = LayernormJudge(spec, coordinates, self._modules, self._communicator)
 
     def _build(self, groups: MeshGroups, device: torch.device) -> None:
@@ -141,7 +145,9 @@ class RankTrial:
         self._strike.modules_built(self._modules)
         self._signer = sign_gradients(spec, self._tied, self._end, at.dp_rank)
         # Before the stack's hooks, so that they see a gradient before the stack does.
-        self._local = LocalGradients(tuple(self._parameters()), self._tied) if spec.overlap else None
+        watched = spec.overlap or spec.stack != REFERENCE_STACK
+        self._local = LocalGradients(tuple(self._parameters()), self._tied) if watched else None
+        self._foreign: ForeignStack | None = None
         self._stack = self._build_stack(groups, layouts)
         self._handshake = self._shake_hands(layouts)
         self._judges = self._build_judges()
@@ -164,6 +170,7 @@ class RankTrial:
             modules=self._modules,
             tied=self._tied,
             dp_group=groups[dp_members(spec.mesh, at.pp_rank, at.tp_rank)],
+            pp_group=groups[pp_members(spec.mesh, at.dp_rank, at.tp_rank)],
             tie_group=groups[tie_members(spec.mesh, at.dp_rank, at.tp_rank)] if holds_an_end else None,
             communicator=self._tested,
             divisor=self._prescale.divisor,
@@ -173,6 +180,10 @@ class RankTrial:
             grad_reduce_dtype=spec.grad_reduce_dtype,
             num_tokens=self._count_tokens if spec.normalization is Normalization.NUM_TOKENS else None,
         )
+        if spec.stack != REFERENCE_STACK and self._local is not None:
+            self._foreign = ForeignStack(spec, context, self._local, self._communicator)
+            self._shards = self._foreign.shards
+            return self._foreign.stack
         stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
         return self._strike.around_stack(stack, [each.parameter for each in self._named], self._tied)
 
@@ -182,15 +193,21 @@ class RankTrial:
         buckets = [
             (chunk, bucket.offset, bucket.numel) for chunk, each in enumerate(layouts) for bucket in each.buckets
         ]
-        plan = () if spec.overlap else tuple(buckets)
-        handshake = Handshake(at.world_rank, dp_members(spec.mesh, at.pp_rank), plan)
-        handshake.know(map(self._stack.grad, self._parameters()))
+        # A foreign stack has buckets of its own, and gradients that it need not show before a step.
+        ours = self._foreign is None
+        plan = tuple(buckets) if ours and not spec.overlap else ()
+        handshake = Handshake(at.world_rank, dp_members(spec.mesh, at.pp_rank, at.tp_rank), plan)
+        if ours:
+            handshake.know(map(self._stack.grad, self._parameters()))
         handshake.know(self._parameters())
         self._communicator.handshake = handshake
         return handshake
 
-    def _build_judges(self) -> ParameterJudges:
+    def _build_judges(self) -> ParameterJudges | None:
+        """None for a foreign stack, which has an audit of its own."""
         spec, at = self._spec, self._at
+        if self._foreign is not None:
+            return None
         scene = Scene(spec, at, self._stack, self._local_grad, self._communicator)
         return ParameterJudges(scene, self._named, self._tied)
 
@@ -206,24 +223,32 @@ class RankTrial:
         self._enter(RankPhase.STATISTICS, step)
         local_P, trace = self._observe_local()
         self._layernorms.remember(self._local_grad)
-        self._judges.remember(local_P, None if self._local is None else self._local.last_P)
+        late_P = None if self._local is None else self._local.last_P
+        if self._judges is not None:
+            self._judges.remember(local_P, late_P)
         broken = self._synchronise(step, trace)
+        if self._foreign is not None:
+            self._enter(RankPhase.STATISTICS, step)
+            self._foreign.remember()
         self._enter(RankPhase.OPTIMIZER, step)
-        norm = self.norm.measure(self._tested)
+        # A foreign stack is judged element by element; its ownership need not be one that our norm can add up.
+        norm = None if self._foreign else self.norm.measure(self._tested)
         self._stack.step()
         settings = read_settings()
         self._strike.after_step()
         self._enter(RankPhase.JUDGEMENT, step)
         divergence, tied = self._judge(step, local_P)
-        neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
-        parameters = self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages, self._at.tp_rank))
-        norm_row = self._judge_norm(step, norm)
+        parameters = self._judge_parameters(step)
+        norm_row = None if norm is None else self._judge_norm(step, norm)
+        stack = self._foreign.conclude() if self._foreign else None
         self._enter(RankPhase.STATISTICS, step)
         broken += find_nonfinite_weights(self._named, self._stack.owned)
         replica = self._watch.conclude(self._initial_digest, self._digest_weights(), self._tied_digest)
         replica = replace(replica, copies_digest=self._digest_copies())
         self._enter(RankPhase.IDLE, step)
-        return self._report(step, divergence, tuple(trace), tied, parameters, replica, loss, broken, norm_row, settings)
+        return self._report(
+            step, divergence, tuple(trace), tied, parameters, replica, loss, broken, norm_row, settings, stack
+        )
 
     def run_bare_step(self, step: int) -> None:
         """The same step with nothing measured: what the statistics' cost is compared with."""
@@ -239,6 +264,8 @@ class RankTrial:
             for stage, module in zip(self._stages, self._modules, strict=True):
                 seed_weights(module, self._spec, stage, step)
             self._stack.weights_changed()
+        if self._foreign is not None:
+            self._foreign.begin_step()
         self._stack.zero_grad()
         # On a GPU the host would wait for queued work: there one step must do.
         self._handshake.begin_step(is_due=step == 0 or self._device.type != "cuda")
@@ -280,16 +307,21 @@ class RankTrial:
             self._enter(RankPhase.STATISTICS, step)
             if self._tied is not None and phase is not Phase.LAYERNORM:
                 trace.extend(self._trace(phase, self._stack.grad(self._tied)))
-            self._judges.observe(phase)
+            if self._judges is not None:
+                self._judges.observe(phase)
             if phase is Phase.TIED and self._tied is not None and not self._ordering.ties_after_sync:
                 self._tied_digest = digest([self._stack.grad(self._tied)])
-            upcoming.pop(0)
+            del upcoming[:1]  # a foreign stack may show any number of phases
             if upcoming:
                 broken.extend(find_nonfinite(upcoming[0], self._passing_through(upcoming[0]), self._stack.grad))
                 self._enter(upcoming[0], step)
 
         self._enter(upcoming[0], step)
         self._stack.finalize(observe)
+        if trace and trace[-1].phase is Phase.LOCAL and self._tied is not None:
+            # A foreign stack need not show its phases.
+            trace.extend(self._trace(Phase.FINAL, self._stack.grad(self._tied)))
+            return broken
         last = trace[-self._spec.mesh.dp :]
         trace.extend(_relabel(row, Phase.FINAL) for row in last)
         return broken
@@ -316,13 +348,19 @@ class RankTrial:
         holding = Holding(
             local_P=local_P,
             replay=self._replay(self._spec, step, neighbour, self._end, self._at.tp_rank),
-            synced_P=self._stack.grad(self._tied),
+            synced_P=self._foreign.synced(self._tied) if self._foreign else self._stack.grad(self._tied),
             weight_P=self._tied.detach().flatten(),
             late_P=None if self._local is None else self._local.last_P,
             answer=self._answer(step),
         )
         judgement = judge_end(self._expectation, holding, self._at.world_rank, self._communicator)
         return (judgement.divergence, *inner), judgement.tied
+
+    def _judge_parameters(self, step: int) -> tuple[ParametersRow, ...]:
+        if self._judges is None:
+            return ()
+        neighbour = (self._at.dp_rank + 1) % self._spec.mesh.dp
+        return self._judges.judge(self._replay.inner(self._spec, step, neighbour, self._stages, self._at.tp_rank))
 
     def _judge_norm(self, step: int, value: float) -> NormRow:
         reference = self._references(self._spec, step, self._at, self._communicator)
@@ -334,7 +372,8 @@ class RankTrial:
         """Own work before and between this step's collectives; on a GPU, whose queue hides it, up to the first."""
         computing, booked = RankPhase.FORWARD_BACKWARD.value, self._clock.compute_seconds
         seconds = {computing: self._pipeline.take_compute_seconds()}
-        if self._device.type != "cuda":
+        # How long a foreign stack waits in collectives of its own is not known.
+        if self._device.type != "cuda" and self._foreign is None:
             # A sync that starts during backward may also wait there, inside of what the pipeline measured.
             seconds[computing] -= self._clock.seconds[computing] - booked[computing]
             seconds |= {phase.value: booked[phase.value] for phase in _COMPUTING if phase.value in booked}
@@ -375,8 +414,9 @@ class RankTrial:
         replica: ReplicaRow,
         loss: float | None,
         broken: list[NonfiniteRow],
-        grad_norm: NormRow,
+        grad_norm: NormRow | None,
         settings: ComputeSettings,
+        stack: StackRow | None,
     ) -> StepReport:
         spec, at = self._spec, self._at
         return StepReport(
@@ -402,6 +442,7 @@ class RankTrial:
             nonfinite=tuple(broken),
             settings=settings,
             drill_struck=self._strike.has_struck,
+            stack=stack,
         )
 
 

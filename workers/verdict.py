@@ -24,6 +24,7 @@ from workers.contract import (
     Reason,
     Role,
     Schedule,
+    StackFault,
     StepReport,
     TrialSpec,
     TrialSummary,
@@ -39,7 +40,9 @@ from workers.evidence import (
     norm_breaches,
     norm_disagreements,
     sift,
+    stack_faults,
     summarise,
+    unaudited_steps,
     uncovered_steps,
     unjudged_norms,
     unjudged_parameters,
@@ -153,6 +156,22 @@ def _findings(evidence: Evidence) -> Iterator[_Finding]:
     if evidence.role is Role.SUBJECT:
         yield from _subject_findings(evidence)
         yield from _norm_findings(evidence)
+    yield from _stack_findings(evidence)
+
+
+def _stack_findings(evidence: Evidence) -> Iterator[_Finding]:
+    """What else a foreign stack got wrong: one reason for each kind, with the parameters that it hit."""
+    found = list(stack_faults(evidence))
+    for fault in StackFault:
+        of_kind = [(report, finding) for report, finding in found if finding.fault is fault]
+        if of_kind:
+            judge_name = JudgeName.EXACT if evidence.spec.probe is ProbeName.EXACT else JudgeName.SYNC
+            judge_name = JudgeName.REPLICAS if fault is StackFault.WEIGHTS_DIFFER else judge_name
+            report, first = of_kind[0]
+            others = sorted({finding.parameter for _, finding in of_kind} - {first.parameter})
+            also = f"; also {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
+            message = f"{first.parameter} {first.detail}, {_at(report)}{also} ({len(of_kind)} such findings)."
+            yield f"stack_{fault.value}", judge_name, message
 
 
 def _parameter_findings(evidence: Evidence) -> Iterator[_Finding]:
@@ -259,6 +278,15 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     if untied:
         message = f"the two ends were not compared with each other in full in {len(untied)} steps"
         yield Reason("ends_not_compared", f"{evidence.title}: {message}.")
+    unaudited = list(unaudited_steps(evidence))
+    if unaudited:
+        index, step, pp_rank = unaudited[0]
+        where = f"pp_rank {pp_rank}, repeat {evidence.specs[index].repeat}, step {step}"
+        message = f"not every parameter of {where} was judged ({len(unaudited)} such gaps)"
+        yield Reason("stack_not_judged", f"{evidence.title}: {message}.")
+    origins = sorted({str(report.stack.origin) for report in evidence.reports if report.stack is not None})
+    if len(origins) > 1:
+        yield Reason("stack_differs", f"{evidence.title}: the ranks do not run the same code: {'; '.join(origins)}.")
 
 
 def _norm_doubts(evidence: Evidence) -> Iterator[Reason]:

@@ -21,6 +21,7 @@ from workers.checks.finiteness import count_nonfinite
 from workers.checks.replicas import digest
 from workers.communicator import VirtualRanks
 from workers.contract import (
+    REFERENCE_STACK,
     Device,
     NormRow,
     OrderingName,
@@ -312,6 +313,7 @@ def _refuse_live_only(spec: TrialSpec) -> None:
     for name, present, remedy in (
         ("tensor parallelism", spec.mesh.tp > 1, "its ranks meet inside the model; set tp to 1"),
         ("overlap", spec.overlap, "it starts inside a real backward; set overlap to false"),
+        ("somebody else's stack", spec.stack != REFERENCE_STACK, "it needs process groups; run it on real ranks"),
         ("a drill", spec.drill is not None, "there is nobody to strike; leave it out"),
         ("more than one gpt step", spec.probe is ProbeName.GPT and spec.steps > 1, "nothing is updated; ask for 1"),
         ("cuda", spec.device is not Device.CPU, "virtual ranks compute on the cpu; ask for that"),

@@ -24,12 +24,12 @@ from workers.contract import (
     DeviationKind,
     End,
     JudgeName,
-    OrderingName,
     Phase,
     Primitive,
     ProbeName,
     RankPhase,
     Role,
+    TrialOrdering,
     Verdict,
 )
 from workers.encoding import dumps, plain
@@ -94,7 +94,8 @@ class TrialDocument(Document):
     """One probe under one ordering; counts are summed over both ends, all steps and all repeats."""
 
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
+    """`stack` where a stack other than `reference` ran, as the request named it."""
     role: Role
     predicted_diverged_elements: int
     diverged_elements: int
@@ -176,7 +177,7 @@ class ReportRow(Document):
 
     trial_index: int
     probe: ProbeName
-    ordering: OrderingName
+    ordering: TrialOrdering
     repeat: int
     step: int
     world_rank: int

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.problems import FieldError, Problem, invalid
 from service.api.schemas import LABEL_PATTERN, MAX_LABELS, ClusterName
 from service.domain.validation import State
-from workers.contract import OrderingName, ProbeName, Verdict
+from workers.contract import ProbeName, TrialOrdering, Verdict
 
 __all__ = ["LABEL_PATTERN", "ListQuery", "RowQuery", "bad_cursor"]
 
@@ -37,7 +37,7 @@ class RowQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     probe: ProbeName | None = None
-    ordering: OrderingName | None = None
+    ordering: TrialOrdering | None = None
     step: int | None = Field(default=None, ge=0, le=2**31 - 1)
     cursor: Cursor | None = None
     limit: int = Field(default=500, ge=1, le=5000)

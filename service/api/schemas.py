@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from workers.contract import (
+    REFERENCE_STACK,
     TINY,
     Device,
     Drill,
@@ -34,6 +35,7 @@ MAX_DEADLINE_S = 24 * 3600
 MAX_LABELS = 32
 
 ClusterName = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
+StackName = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 NodeName = Annotated[str, Field(min_length=1, max_length=253)]
 LabelName = Annotated[str, Field(min_length=1, max_length=63, pattern=LABEL_PATTERN)]
 LabelValue = Annotated[str, Field(max_length=256)]
@@ -156,7 +158,9 @@ class ValidateRequest(Strict):
     device: Device = Device.AUTO
     placement: PlacementRequest = PlacementRequest()
     launcher: Launcher = Launcher.POOL
-    stack: Literal["reference"] = "reference"
+    stack: StackName = REFERENCE_STACK
+    """Whose code synchronises in one more trial a probe: the name of a stack that the cluster's operator has installed
+    (entry-point group `gradgate.stacks`, or `GRADGATE_STACKS`). The orderings always run on `reference`."""
     seed: int = 0
     deadline_s: int = Field(default=120, ge=1, le=MAX_DEADLINE_S)
     """From the moment a dispatcher takes it up."""
@@ -182,6 +186,7 @@ class ValidateRequest(Strict):
             device=self.device,
             seed=self.seed,
             drill=self.drill.spec() if self.drill else None,
+            stack=self.stack,
         )
         chosen = self.batch.model_dump(exclude_none=True) if self.batch else {}
         filled = resolve(spec)

@@ -58,6 +58,7 @@ from service.storage.session import Connection
 from workers.contract import Device
 from workers.encoding import plain
 from workers.plan import Limits, violations
+from workers.stacks.registry import SETTING as STACKS_SETTING
 
 _REREAD_S = 5.0
 """A wait reads again this often even without news: a notification is a hint, the row is the truth."""
@@ -77,6 +78,7 @@ class Order:
     num_ranks: int
     placement: Placement
     device: Device
+    stack: str
     deadline_s: int
     key: str | None
 
@@ -99,6 +101,7 @@ def plan_order(asked: ValidateRequest, limits: Limits, key: str | None) -> Order
         num_ranks=spec.mesh.world_size,
         placement=to_placement(asked.placement.model_dump()),
         device=asked.device,
+        stack=spec.stack,
         deadline_s=asked.deadline_s,
         key=key,
     )
@@ -190,7 +193,12 @@ async def _store(services: Services, order: Order) -> tuple[Validation, bool]:
 
 
 async def _refuse_infeasible(connection: Connection, services: Services, order: Order) -> None:
+    """What a fresh snapshot shows to be impossible: a stack that the cluster does not know, a mesh without room."""
     snapshot = await capacity.latest(connection, order.cluster, services.settings.snapshot_max_age_s)
+    if snapshot and order.stack not in snapshot.stacks:
+        rule = f"cluster {order.cluster} knows {', '.join(snapshot.stacks)}"
+        remedy = f"name one of them, or have its operator install the package or set {STACKS_SETTING}"
+        raise invalid([FieldError("stack", order.stack, rule, remedy)])
     if snapshot and (problem := shortfall(order.num_ranks, order.device, order.placement, snapshot)):
         raise problem
 

@@ -43,7 +43,7 @@ from service.execution.repeat import (
     run_elsewhere,
     seats_of,
 )
-from workers.contract import Launcher, StepReport, TrialSpec
+from workers.contract import Device, Launcher, StepReport, TrialSpec
 from workers.plan import trials
 
 PROGRESS_INTERVAL_S = 0.03
@@ -247,8 +247,13 @@ class Attempt:
     async def _fail_overdue(self) -> None:
         if (detail := self._never_reserved()) is None:
             assert self._gang is not None
-            detail = deadline_detail(self._start.remaining_s, await self._gang.whereabouts())
+            ranks = await self._gang.whereabouts()
+            detail = deadline_detail(self._start.remaining_s, ranks, self._stacks())
         await self._fail(detail)
+
+    def _stacks(self) -> tuple[str, ...]:
+        """Whose code ran, by trial index."""
+        return tuple(trial.stack for trial in trials(self._start.spec, Device.CPU))
 
     def _never_reserved(self) -> FailureDetail | None:
         spec, remaining_s = self._start.spec, self._start.remaining_s

@@ -12,6 +12,7 @@ import ray
 import workers
 from service.execution.messages import DriverConfig, NodeCapacity
 from workers.checks.digest import workers_digest
+from workers.stacks.registry import SETTING as STACKS_SETTING
 
 LOCAL_OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Statistics cross Ray, never gradients."""
@@ -20,9 +21,10 @@ LOCAL_OBJECT_STORE_BYTES = 128 * 1024 * 1024
 def connect(config: DriverConfig) -> None:
     """Join the cluster, or start a local one. On the main thread: a local Ray dies with the thread that started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ[STACKS_SETTING] = config.stacks  # inherited by a local Ray's workers
     workers_digest()  # remembered as of now: this is the code that the ranks get
     if config.ray_address is not None:
-        ray.init(address=config.ray_address, runtime_env=code_to_ship(), **_manners(config.cluster))
+        ray.init(address=config.ray_address, runtime_env=to_ship(config), **_manners(config.cluster))
         return
     # Inherited by the local Ray's workers, which then find our packages where this process finds them.
     os.environ["PYTHONPATH"] = python_path()
@@ -43,6 +45,12 @@ def join(address: str, cluster: str, runtime_env: dict[str, Any] | None) -> None
 
 def _manners(cluster: str) -> dict[str, Any]:
     return {"namespace": f"gradgate-{cluster}", "log_to_driver": False, "logging_level": logging.WARNING}
+
+
+def to_ship(config: DriverConfig) -> dict[str, Any] | None:
+    """What every process of this job gets on a cluster that somebody else started."""
+    environment = {"env_vars": {STACKS_SETTING: config.stacks}} if config.stacks else {}
+    return (code_to_ship() or {}) | environment or None
 
 
 def code_to_ship() -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import ray
 
 from service.execution.attempt import Attempt, Workplace
 from service.execution.beacon import BeaconServer
-from service.execution.cluster import code_to_ship, connect, read_nodes
+from service.execution.cluster import connect, read_nodes, to_ship
 from service.execution.messages import (
     STOP_TIMEOUT_S,
     Cancel,
@@ -85,7 +85,7 @@ class Driver:
 
     def _train_site(self) -> TrainSite:
         address = ray.get_runtime_context().gcs_address
-        runtime_env = code_to_ship() if self._config.ray_address is not None else None
+        runtime_env = to_ship(self._config) if self._config.ray_address is not None else None
         return TrainSite(address, self._config.cluster, runtime_env, self._config.storage_path)
 
     def _obey(self, message: Start | Cancel) -> None:

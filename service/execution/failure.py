@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service.domain.validation import FailureDetail
-from workers.contract import Position, RankFailure, RankPhase
+from workers.contract import REFERENCE_STACK, Position, RankFailure, RankPhase
 
 DEATH_GRACE_S = 0.1
 """After a death: nothing outranks it; this only lets an earlier one be seen."""
@@ -83,8 +83,11 @@ class Whereabouts:
         return self.positions.get(world_rank) or Position(world_rank, RankPhase.FORMING, None, None, 0)
 
 
-def deadline_detail(deadline_s: float, ranks: Whereabouts) -> FailureDetail:
-    """A hang, told by who holds up the others: ranks that do not answer, else those that entered the fewest phases."""
+def deadline_detail(deadline_s: float, ranks: Whereabouts, stacks: Sequence[str] = ()) -> FailureDetail:
+    """A hang, told by who holds up the others: ranks that do not answer, else those that entered the fewest phases.
+
+    `stacks` says whose code each trial ran.
+    """
     everyone = [ranks.of(world_rank) for world_rank in range(ranks.world_size)]
     fewest = min(position.sequence for position in everyone)
     silent = [position for position in everyone if position.world_rank in ranks.silent]
@@ -100,6 +103,8 @@ def deadline_detail(deadline_s: float, ranks: Whereabouts) -> FailureDetail:
         others = max(everyone, key=lambda position: position.sequence)
         further = _place(others.phase, others.trial_index, others.step)
         story = f"world_rank {names} never got beyond what it did {place}; world_rank {others.world_rank} is {further}"
+    stack = REFERENCE_STACK if late[0].trial_index is None or not stacks else stacks[late[0].trial_index]
+    story += "" if stack == REFERENCE_STACK else f", with stack {stack!r} under test"
     message = f"not finished when deadline_s={deadline_s:g} ran out: {story}; look at that rank, or raise deadline_s"
     world_rank = None if accused is None else accused.world_rank
     node = None if world_rank is None else ranks.nodes.get(world_rank)

@@ -61,6 +61,8 @@ class DriverConfig:
     pool_max_gangs: int
     gang_idle_s: float
     gpu_gang_idle_s: float
+    stacks: str = ""
+    """`GRADGATE_STACKS` as the ranks get it."""
     snapshot_interval_s: float = 5.0
     dead_man_s: float = 30.0
 

@@ -53,6 +53,7 @@ def to_experiment(request: Mapping[str, Any]) -> ExperimentSpec:
         device=Device(request.get("device", default.device)),
         seed=request.get("seed", default.seed),
         drill=Drill(**drill) if drill else None,
+        stack=request.get("stack", default.stack),
     )
 
 

@@ -36,6 +36,7 @@ from service.storage import queue
 from service.storage.events import append_many
 from service.storage.session import Connection, Database
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
+from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
 from workers.verdict import judge
 
@@ -209,7 +210,7 @@ class Record:
                 attempt,
                 end,
                 reports,
-                self._fingerprint,
+                sign_fingerprints(self._fingerprint, reports),
                 self._timings,
                 cause=self._attribution.cause if self._attribution and end.verdict is Verdict.FAIL else None,
             )

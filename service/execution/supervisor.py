@@ -38,6 +38,8 @@ from service.storage.capacity import CapacitySnapshot, store_snapshot
 from service.storage.events import EventHub, Subscription
 from service.storage.session import Database
 from workers.encoding import plain
+from workers.errors import UnknownStackError
+from workers.stacks.registry import known_stacks, unknown_stack
 
 DRIVER_SILENCE_S = 90.0
 """A driver that reports no capacity for this long hangs. Ray itself ends one that lost its cluster after 60 s."""
@@ -64,6 +66,7 @@ def driver_config(settings: Settings) -> DriverConfig:
         pool_max_gangs=settings.pool_max_gangs,
         gang_idle_s=settings.gang_idle_s,
         gpu_gang_idle_s=settings.gpu_gang_idle_s,
+        stacks=settings.stacks,
     )
 
 
@@ -80,6 +83,7 @@ class Supervisor:
         self._child: DriverChild | None = None
         self._driver_ready = False
         self._news = Subscription()
+        self._stacks = known_stacks(settings.stacks)
 
     async def serve(self, ending: Awaitable[object]) -> None:
         """Work until `ending` is done, then give back what runs. Raises what broke a loop, if one did."""
@@ -131,6 +135,10 @@ class Supervisor:
         except (KeyError, TypeError, ValueError) as error:
             message = f"the stored request cannot be read by this version: {error!r}; send it again"
             record.hear(Failed(key, FailureDetail("invalid_request", message)))
+            return
+        if start.spec.stack not in self._stacks:
+            message = unknown_stack(start.spec.stack, self._stacks)
+            record.hear(Failed(key, FailureDetail(UnknownStackError.code, message)))
             return
         record.begin(start)
         self._order(start)
@@ -230,6 +238,7 @@ class Supervisor:
             num_cpus=sum(node.num_cpus for node in message.nodes),
             num_gpus=sum(node.num_gpus for node in message.nodes),
             nodes=plain(message.nodes),
+            stacks=self._stacks,
         )
         with _patience("store a capacity snapshot"):
             async with self._database.transaction() as connection:

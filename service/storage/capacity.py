@@ -11,6 +11,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from service.storage.session import Connection
 from service.storage.tables import capacity_snapshots
+from workers.contract import REFERENCE_STACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class CapacitySnapshot:
     num_cpus: float
     num_gpus: float
     nodes: list[dict[str, Any]]
+    stacks: tuple[str, ...] = (REFERENCE_STACK,)
+    """Names that a request's `stack` may have there."""
 
 
 async def store_snapshot(connection: Connection, cluster: str, dispatcher_id: str, snapshot: CapacitySnapshot) -> None:
@@ -34,6 +37,7 @@ async def store_snapshot(connection: Connection, cluster: str, dispatcher_id: st
         "num_cpus": snapshot.num_cpus,
         "num_gpus": snapshot.num_gpus,
         "nodes": snapshot.nodes,
+        "stacks": list(snapshot.stacks),
     }
     statement = insert(capacity_snapshots).values(cluster=cluster, dispatcher_id=dispatcher_id, **seen)
     await connection.execute(statement.on_conflict_do_update(index_elements=["cluster", "dispatcher_id"], set_=seen))
@@ -61,4 +65,5 @@ async def latest(connection: Connection, cluster: str, max_age_s: float) -> Capa
         num_cpus=row.num_cpus,
         num_gpus=row.num_gpus,
         nodes=row.nodes,
+        stacks=tuple(row.stacks),
     )

@@ -32,7 +32,7 @@ from service.domain import cursor as cursors
 from service.domain.cursor import Page
 from service.storage.session import Connection
 from service.storage.tables import divergence, rank_steps, trace, trials
-from workers.contract import NormRow, OrderingName, Phase, ProbeName, StepReport, TiedRow, TrialSummary
+from workers.contract import NormRow, Phase, ProbeName, StepReport, TiedRow, TrialOrdering, TrialSummary
 from workers.encoding import dumps
 
 Row = tuple[Any, ...]
@@ -82,7 +82,7 @@ async def ranks_page(
     validation_id: str,
     *,
     probe: ProbeName | None = None,
-    ordering: OrderingName | None = None,
+    ordering: TrialOrdering | None = None,
     step: int | None = None,
     cursor: str | None = None,
     limit: int = 500,
@@ -103,7 +103,7 @@ async def trace_page(
     validation_id: str,
     *,
     probe: ProbeName | None = None,
-    ordering: OrderingName | None = None,
+    ordering: TrialOrdering | None = None,
     step: int | None = None,
     cursor: str | None = None,
     limit: int = 500,
@@ -138,7 +138,7 @@ async def _rows_page(
 
 
 def _report_filter(
-    table: Table, validation_id: str, probe: ProbeName | None, ordering: OrderingName | None, step: int | None
+    table: Table, validation_id: str, probe: ProbeName | None, ordering: TrialOrdering | None, step: int | None
 ) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = [table.c.validation_id == validation_id]
     wanted = {"probe": probe, "ordering": ordering, "step": step}

@@ -264,5 +264,6 @@ capacity_snapshots = Table(
     _real("num_cpus"),
     _real("num_gpus"),
     Column("nodes", JSONB, nullable=False),
+    Column("stacks", JSONB, server_default=text("'[\"reference\"]'"), nullable=False),
     PrimaryKeyConstraint("cluster", "dispatcher_id"),
 )

@@ -28,13 +28,13 @@ from workers.contract import (
     CollectiveOp,
     CollectiveSummary,
     Observation,
-    OrderingName,
     Primitive,
     ProbeName,
     Reason,
     Role,
     TrialSummary,
     Verdict,
+    trial_ordering,
 )
 from workers.verdict import VERDICT_RULES_VERSION
 
@@ -198,7 +198,7 @@ def _to_trial(row: Row[Any]) -> TrialSummary:
         **values
         | {
             "probe": ProbeName(row.probe),
-            "ordering": OrderingName(row.ordering),
+            "ordering": trial_ordering(row.ordering),
             "role": Role(row.role),
             "missing_reports": tuple((repeat, step, world_rank) for repeat, step, world_rank in row.missing_reports),
         }

@@ -194,9 +194,16 @@ async def test_the_order_of_labels_does_not_make_another_request(api):
 
 
 async def _see(
-    database, cluster: str, num_cpus: float, num_gpus: float = 0.0, nodes: Sequence[NodeCapacity] = ()
+    database,
+    cluster: str,
+    num_cpus: float,
+    num_gpus: float = 0.0,
+    nodes: Sequence[NodeCapacity] = (),
+    stacks: Sequence[str] = ("reference",),
 ) -> None:
-    snapshot = CapacitySnapshot(cluster, datetime.now(UTC), len(nodes) or 1, num_cpus, num_gpus, plain(nodes))
+    snapshot = CapacitySnapshot(
+        cluster, datetime.now(UTC), len(nodes) or 1, num_cpus, num_gpus, plain(nodes), tuple(stacks)
+    )
     async with database.transaction() as connection:
         await capacity.store_snapshot(connection, cluster, "test", snapshot)
 
@@ -212,6 +219,31 @@ async def test_a_mesh_larger_than_the_cluster_is_409_and_says_what_there_is(api,
     assert "8 ranks" in problem["detail"]
     listed = (await api.get("/validations", params={"cluster": "small"})).json()["items"]
     assert len(listed) == 1, "the refused one is not stored"
+
+
+async def test_a_stack_that_the_cluster_does_not_know_is_422_and_says_which_there_are(api, database):
+    asked = {"cluster": "stacked", "stack": "acme"}
+    assert (await api.post("/validate", json=asked)).status_code == 202, "nobody has said yet what there is"
+    await _see(database, "stacked", num_cpus=4)
+    response = await api.post("/validate", json=asked)
+    problem = response.json()
+    assert (response.status_code, problem["code"]) == (422, "invalid_request")
+    assert problem["errors"][0] | {"remedy": ""} == {
+        "field": "stack",
+        "value": "acme",
+        "rule": "cluster stacked knows reference",
+        "remedy": "",
+    }
+    await _see(database, "stacked", num_cpus=4, stacks=("reference", "acme"))
+    accepted = await api.post("/validate", json=asked)
+    assert (accepted.status_code, accepted.json()["request"]["stack"]) == (202, "acme")
+
+
+@pytest.mark.parametrize("stack", ["", "os:system", "a b", "x" * 64, None])
+async def test_a_stack_is_a_name_and_nothing_else(api, stack):
+    response = await api.post("/validate", json={"stack": stack})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "stack"
 
 
 async def test_nodes_that_cannot_hold_a_placement_are_409(api, database):

@@ -2,6 +2,16 @@
 
 A stack replaces buffer layout, gradient synchronisation and optimizer. `workers.stacks.reference` is one. The step
 (`workers.step`) talks to nothing else, and never tells a stack what the answer is.
+
+Somebody else's stack is a factory (`StackFactory`) that an installed package names in the entry-point group
+`gradgate.stacks`, or the operator in `GRADGATE_STACKS` (`workers.stacks.registry`). A request gives its name. What it
+says is not believed (`workers.stacks.guard`, `workers.checks.stack_audit`): its claims must cover each parameter once,
+every gradient that it owns must be the sum of what backward gave on all replicas, and with the exact probe every weight
+must be what it was less its gradient, on every replica. What it raises is reported under its name.
+
+What it may rely on: weights and their gradients are those of `StackContext.modules`; backward runs microbatch after
+microbatch, the loss already divided by their number (unless `num_tokens` is given). It must sum them in float32 in that
+order, leave the modules' parameter objects and their weights alone until `step`, and start no threads of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +42,8 @@ class StackContext:
     """This rank's copy of the weight whose other copy is at the pipeline's other end; None where it holds none."""
     dp_group: dist.ProcessGroup
     """The replicas of this stage, by dp_rank."""
+    pp_group: dist.ProcessGroup
+    """The stages of this pipeline, by pp_rank."""
     tie_group: dist.ProcessGroup | None
     """The two holders of the tied weight in this pipeline; None where `tied` is, and where pp is 1."""
     communicator: Communicator
@@ -76,8 +88,8 @@ class Stack(Protocol):
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The main gradient as float32 [numel]: a view, so that it follows what `finalize` does. Local.
 
-        Between backward and `finalize` the sum over this rank's microbatches, unless the stack overlaps its sync with
-        backward; after `finalize` right where `owned`.
+        After `finalize` right where `owned`: the sum of all replicas' gradients over `divisor`, of the tied weight that
+        of both copies. Before it only the reference is asked, for the sum over this rank's microbatches.
         """
 
     def step(self) -> None:

@@ -14,7 +14,15 @@ from service.storage.session import Database
 def _snapshot(cluster: str, num_nodes: int) -> CapacitySnapshot:
     # A dispatcher whose clock is a year off must still count as fresh.
     observed_at = datetime.now(UTC) - timedelta(days=365)
-    return CapacitySnapshot(cluster, observed_at, num_nodes, 2.5, 8.0, [{"node": f"n{i}"} for i in range(num_nodes)])
+    return CapacitySnapshot(
+        cluster,
+        observed_at,
+        num_nodes,
+        2.5,
+        8.0,
+        [{"node": f"n{i}"} for i in range(num_nodes)],
+        ("reference", f"s{num_nodes}"),
+    )
 
 
 async def test_the_newest_snapshot_of_a_cluster_counts(database: Database) -> None:

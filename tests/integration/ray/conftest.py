@@ -24,6 +24,7 @@ from service.storage.session import Database
 NUM_CPUS = 6
 FREED_WITHIN_S = 5.0
 ROOT = Path(__file__).resolve().parents[3]
+STACKS_OF_OTHERS = ROOT / "tests" / "stacks_of_others"
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,10 @@ def ray_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(filter(None, [str(ROOT), str(STACKS_OF_OTHERS), os.environ.get("PYTHONPATH")])),
+        )
         yield
 
 

@@ -20,6 +20,7 @@ from workers.contract import (
     DeviationKind,
     Dtype,
     End,
+    ForeignOrdering,
     Judgement,
     Mesh,
     ModelSpec,
@@ -28,6 +29,9 @@ from workers.contract import (
     ProbeName,
     ReplicaRow,
     Role,
+    StackFault,
+    StackFinding,
+    StackOrigin,
     StepReport,
     TrialSpec,
     TrialSummary,
@@ -601,3 +605,48 @@ def test_a_wrong_collective_fails_and_names_everything() -> None:
         assert part in message
     assert "should be 770.0, as if the share of world_rank 1 were lost" in message
     assert [row.ok for row in judgement.collectives] == [False]
+
+
+# --- somebody else's stack ----------------------------------------------------------------------------------------
+
+
+def assert_stack_turns(verdict: Verdict, code: str, probe: ProbeName = EXACT, **values: Any) -> str:
+    """The same of an experiment with a foreign stack; returns what the reason says."""
+    specs = planned(orderings=(BUGGY,), stack="acme")
+    reports = healthy(specs)
+    assert judge(specs, reports).verdict is Verdict.PASS
+
+    def change(report: StepReport) -> StepReport:
+        assert report.stack is not None
+        return replace(report, stack=replace(report.stack, **values))
+
+    def where(report: StepReport) -> bool:
+        return (report.ordering, report.probe, report.world_rank) == (ForeignOrdering.STACK, probe, 3)
+
+    judgement = judge(specs, changed(reports, where, change))
+    assert (judgement.verdict, codes(judgement)) == (verdict, [code])
+    return judgement.reasons[0].message
+
+
+@pytest.mark.parametrize("fault", StackFault)
+def test_a_stacks_fault_fails_with_stack_parameter_and_rank(fault: StackFault) -> None:
+    found = StackFinding(fault, "layers.0.weight", 3, "differs from what it should be")
+    message = assert_stack_turns(Verdict.FAIL, f"stack_{fault.value}", findings=(found,))
+    assert message.startswith("exact/stack acme: layers.0.weight differs from what it should be, on world_rank 3")
+
+
+@pytest.mark.parametrize("missing", ["gradient_elements", "update_elements"])
+def test_a_parameter_that_nobody_judged_is_no_pass(missing: str) -> None:
+    specs = planned(orderings=(BUGGY,), stack="acme", probes=(EXACT,))
+    reports = [
+        replace(report, stack=report.stack and replace(report.stack, **{missing: 1})) for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports)
+    assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["stack_not_judged"])
+
+
+def test_ranks_with_different_versions_of_a_stack_prove_nothing() -> None:
+    other = StackOrigin("acme", "acme_stack:build", "acme-stack", "1.3")
+    message = assert_stack_turns(Verdict.INCONCLUSIVE, "stack_differs", GPT, origin=other)
+    assert "acme-stack 1.2" in message
+    assert "acme-stack 1.3" in message

@@ -49,6 +49,13 @@ def test_a_hang_names_who_never_arrived() -> None:
     assert "deadline_s=30" in detail.message
 
 
+def test_a_hang_names_the_stack_of_its_trial() -> None:
+    positions = {r: Position(r, RankPhase.DP_SYNC, 1, 0, 12 - r) for r in range(2)}
+    ranks = Whereabouts(2, positions, {})
+    assert "with stack 'acme' under test" in deadline_detail(30, ranks, ("reference", "acme")).message
+    assert "under test" not in deadline_detail(30, ranks, ("acme", "reference")).message
+
+
 def test_a_rank_that_never_spoke_is_the_one_that_holds_up_the_others() -> None:
     detail = deadline_detail(5, Whereabouts(2, {0: Position(0, RankPhase.BUILDING, 0, None, 3)}, {}))
     assert (detail.world_rank, detail.phase) == (1, "forming")

@@ -35,6 +35,7 @@ def built(ordering: OrderingName, dp_rank: int, communicator: ProcessGroups) -> 
         modules=(module,),
         tied=cast("nn.Parameter", module.get_parameter(WORD_EMBEDDINGS)),
         dp_group=cast("Any", None),
+        pp_group=cast("Any", None),
         tie_group=None,
         communicator=communicator,
         divisor=prescale.divisor,
