@@ -36,7 +36,7 @@ class Totals(Protocol):
 def shortfall(num_ranks: int, device: Device, placement: Placement, totals: Totals) -> Problem | None:
     """The 409 for a mesh of `num_ranks`, or None where the totals and, as far as they are known, the nodes allow it.
 
-    A rank takes one CPU, and one GPU where it computes on cuda; `auto` is cuda where the cluster has GPUs.
+    A rank takes one CPU, and one GPU where it computes on cuda; `auto` is cpu where there are too few GPUs.
     """
     return _total_shortfall(num_ranks, device, placement, totals) or _node_shortfall(
         num_ranks, device, placement, totals
@@ -44,7 +44,7 @@ def shortfall(num_ranks: int, device: Device, placement: Placement, totals: Tota
 
 
 def _total_shortfall(num_ranks: int, device: Device, placement: Placement, totals: Totals) -> Problem | None:
-    on_gpus = device is Device.CUDA or (device is Device.AUTO and totals.num_gpus >= 1)
+    on_gpus = device is Device.CUDA
     slots = int(min(totals.num_cpus, totals.num_gpus) if on_gpus else totals.num_cpus)
     wanted_nodes = placement.num_nodes or 1
     if num_ranks <= slots and wanted_nodes <= totals.num_nodes:
@@ -62,7 +62,7 @@ def _total_shortfall(num_ranks: int, device: Device, placement: Placement, total
 def _node_shortfall(num_ranks: int, device: Device, placement: Placement, totals: Totals) -> Problem | None:
     """Where the sum would do, but not on the nodes that the placement allows."""
     nodes = [NodeCapacity(**node) for node in totals.nodes]
-    device = arithmetic.resolve_device(device, nodes)
+    device = arithmetic.choose_device(device, nodes, num_ranks, placement).device
     lack = arithmetic.shortfall(nodes, num_ranks, device, placement) if nodes else None
     if lack is None:
         return None

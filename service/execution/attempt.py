@@ -31,7 +31,7 @@ from service.execution.messages import (
     Start,
 )
 from service.execution.outbox import GangFailure
-from service.execution.placement import resolve_device, shortfall
+from service.execution.placement import choose_device, shortfall
 from service.execution.pool import Pool
 from service.execution.ray_train import TrainGang, TrainSite
 from service.execution.repeat import (
@@ -72,6 +72,7 @@ class Attempt:
         self._work = workplace
         self._gang: Gang | TrainGang | None = None
         self._reserved = False
+        self._why_device: str | None = None
         self._reports: list[StepReport] = []
         """Not yet sent."""
         self._plan: tuple[TrialSpec, ...] = ()
@@ -103,7 +104,9 @@ class Attempt:
     async def _work_through(self) -> None:
         start = self._start
         nodes = await self._feasible_nodes()
-        shape = GangShape(start.spec.mesh.world_size, resolve_device(start.spec.device, nodes), start.placement)
+        choice = choose_device(start.spec.device, nodes, start.spec.mesh.world_size, start.placement)
+        self._why_device = choice.why
+        shape = GangShape(start.spec.mesh.world_size, choice.device, start.placement)
         plan = self._plan = trials(start.spec, shape.device)
         gang: Gang | TrainGang
         if start.launcher is Launcher.RAY_TRAIN:
@@ -176,8 +179,9 @@ class Attempt:
         return nodes
 
     def _lacks(self, nodes: tuple[NodeCapacity, ...]) -> str | None:
-        spec = self._start.spec
-        return shortfall(nodes, spec.mesh.world_size, resolve_device(spec.device, nodes), self._start.placement)
+        spec, placement = self._start.spec, self._start.placement
+        choice = choose_device(spec.device, nodes, spec.mesh.world_size, placement)
+        return shortfall(nodes, spec.mesh.world_size, choice.device, placement)
 
     async def _form_by_pool(self, shape: GangShape, nodes: tuple[NodeCapacity, ...]) -> Gang:
         key = self._start.key
@@ -216,7 +220,7 @@ class Attempt:
 
     def _say_reserved(self, shape: GangShape, nodes: tuple[str, ...], *, warm: bool) -> None:
         self._reserved = True
-        self._work.send(Reserved(self._start.key, shape.device, nodes, warm, self._elapsed_s()))
+        self._work.send(Reserved(self._start.key, shape.device, nodes, warm, self._elapsed_s(), self._why_device))
 
     def _hear(self, reports: list[StepReport]) -> None:
         self._reports += reports

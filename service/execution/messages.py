@@ -123,6 +123,8 @@ class Reserved:
     nodes: tuple[str, ...]
     warm: bool
     seconds: float
+    why_device: str | None = None
+    """Why `auto` became this device; None where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ anything is reserved. A rank takes one CPU, and one GPU where it computes on cud
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from service.execution.messages import NodeCapacity, Placement
 from workers.contract import Device
@@ -16,11 +17,24 @@ ONE_NODE = "STRICT_PACK"
 ONE_RANK_PER_NODE = "STRICT_SPREAD"
 
 
-def resolve_device(device: Device, nodes: Sequence[NodeCapacity]) -> Device:
-    """`auto` becomes cuda where the cluster has a GPU at all, else cpu."""
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """Where ranks compute."""
+
+    device: Device
+    """Never `auto`."""
+    why: str | None
+    """Why `auto` became this; None where it was asked for."""
+
+
+def choose_device(device: Device, nodes: Sequence[NodeCapacity], world_size: int, placement: Placement) -> DeviceChoice:
+    """`auto` becomes cuda where the request can have a GPU for every rank, else cpu."""
     if device is not Device.AUTO:
-        return device
-    return Device.CUDA if any(node.num_gpus >= 1 for node in nodes) else Device.CPU
+        return DeviceChoice(device, None)
+    num_gpus = int(sum(node.num_gpus for node in nodes))
+    if num_gpus and shortfall(nodes, world_size, Device.CUDA, placement) is None:
+        return DeviceChoice(Device.CUDA, f"auto: each of {world_size} ranks can have one of {num_gpus} GPUs")
+    return DeviceChoice(Device.CPU, f"auto: {num_gpus} GPUs, too few for {world_size} ranks placed as asked")
 
 
 def rank_resources(device: Device) -> dict[str, float]:

@@ -121,6 +121,7 @@ class Record:
             self._plan = trials(self._spec, message.device)
             self._timings |= {"warm": message.warm, "reserve_s": round(message.seconds, 6)}
             told = {"device": message.device, "nodes": message.nodes, "warm": message.warm, "seconds": message.seconds}
+            told |= {"why_device": message.why_device} if message.why_device else {}
             return _Step([(EventType.RESERVED, told)])
         if isinstance(message, Formed):
             self._fingerprint = message.fingerprints

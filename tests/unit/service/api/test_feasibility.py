@@ -29,7 +29,8 @@ class Totals:
         (4, Device.CUDA, None, Totals(1, 64.0, 4.0), True),
         (4, Device.CUDA, None, Totals(1, 2.0, 4.0), False),
         (4, Device.AUTO, None, Totals(1, 64.0, 0.0), True),
-        (4, Device.AUTO, None, Totals(1, 64.0, 2.0), False),
+        (4, Device.AUTO, None, Totals(1, 64.0, 2.0), True),
+        (4, Device.AUTO, None, Totals(1, 3.0, 8.0), False),
         (4, Device.CPU, 3, Totals(2, 64.0, 0.0), False),
         (1, Device.CPU, None, Totals(0, 0.0, 0.0), False),
     ],
@@ -39,7 +40,7 @@ def test_totals_decide(num_ranks, device, num_nodes, totals, fits):
 
 
 def test_the_refusal_says_what_it_needs_and_what_there_is():
-    problem = shortfall(12, Device.AUTO, Placement(), Totals(2, 64.0, 8.0))
+    problem = shortfall(12, Device.CUDA, Placement(), Totals(2, 64.0, 8.0))
     assert problem is not None
     assert problem.kind.status == 409
     assert problem.extra == {

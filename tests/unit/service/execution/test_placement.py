@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.execution.messages import NodeCapacity, Placement
-from service.execution.placement import bundle_selectors, resolve_device, shortfall
+from service.execution.placement import bundle_selectors, choose_device, shortfall
 from workers.contract import Device
 
 
@@ -62,10 +62,24 @@ def test_a_gpu_rank_needs_a_gpu_and_a_cpu() -> None:
     assert shortfall(nodes, 4, Device.CUDA, Placement()) is not None
 
 
-def test_auto_is_cuda_where_there_is_a_gpu() -> None:
-    assert resolve_device(Device.AUTO, NODES) is Device.CPU
-    assert resolve_device(Device.AUTO, (*NODES, node("g", num_gpus=1))) is Device.CUDA
-    assert resolve_device(Device.CPU, (node("g", num_gpus=1),)) is Device.CPU
+def test_auto_is_cuda_where_every_rank_can_have_a_gpu() -> None:
+    nodes = (*NODES, node("g", num_gpus=2))
+    for world_size, placement, device in [
+        (1, Placement(), Device.CUDA),
+        (2, Placement(), Device.CUDA),
+        (3, Placement(), Device.CPU),
+        (2, Placement(strategy="STRICT_SPREAD"), Device.CPU),
+        (1, Placement(exclude=("g",)), Device.CPU),
+    ]:
+        choice = choose_device(Device.AUTO, nodes, world_size, placement)
+        assert (choice.device, f"{world_size} ranks" in str(choice.why)) == (device, True)
+    assert choose_device(Device.AUTO, NODES, 1, Placement()).device is Device.CPU
+
+
+def test_a_device_that_was_asked_for_stays() -> None:
+    for device in (Device.CPU, Device.CUDA):
+        choice = choose_device(device, (node("g", num_gpus=1),), 4, Placement())
+        assert (choice.device, choice.why) == (device, None)
 
 
 def test_any_node_needs_no_selector() -> None:
