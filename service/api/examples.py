@@ -63,7 +63,18 @@ VALIDATION: dict[str, Any] = {
     "state": "completed",
     "verdict": "pass",
     "cause": None,
-    "reasons": [{"code": "clean", "message": "every subject is clean and every control was seen where predicted"}],
+    "reasons": [
+        {
+            "code": "clean",
+            "message": "every subject is clean and every control was seen where predicted",
+            "judge": None,
+            "world_rank": None,
+            "node": None,
+            "phase": None,
+            "parameter": None,
+            "element": None,
+        }
+    ],
     "observations": [],
     "request": {"cluster": "default", "mesh": {"dp": 2, "pp": 2, "tp": 1, "vpp": 1}, "model": "tiny"},
     "trials": [
