@@ -59,7 +59,6 @@ def test_an_empty_object_is_the_documented_default_request():
         (b'{"labels": {"a b": "x"}}', 'labels["a b"]', "a b"),
         (b'{"labels": {"a": 1}}', "labels.a", 1),
         (b'{"device": "tpu"}', "device", "tpu"),
-        (b'{"stack": "megatron"}', "stack", "megatron"),
         (b'{"deadline_s": 0}', "deadline_s", 0),
         (b'{"cluster": ""}', "cluster", ""),
         (b'{"cluster": "a/../b"}', "cluster", "a/../b"),
