@@ -18,6 +18,8 @@ from workers.plan import trials
 from .conftest import Service, driver_process, serve
 
 FAULT = "bit_flipped_in_receive_buffer"
+WRONG = {"subject_diverged", "parameter_diverged"}
+"""What is told of the fault, by the parameter in which a struck rank's largest element happens to be."""
 REQUEST: dict[str, Any] = {"probes": ["exact"], "orderings": ["buggy", "own_bucket"], "steps": 1, "deadline_s": 300}
 TIMEOUT_S = 300.0
 """Two cold gangs, on a machine that may be busy."""
@@ -48,7 +50,7 @@ def cause_of(validation: Validation) -> tuple[Cause | None, str | None, Reason]:
     """The stored cause, its node and its reason, of a validation that failed by its first run alone."""
     assert validation.state is State.COMPLETED, validation.error
     assert validation.verdict is Verdict.FAIL
-    assert "subject_diverged" in {reason.code for reason in validation.reasons}
+    assert WRONG & {reason.code for reason in validation.reasons}
     [told] = [reason for reason in validation.reasons if reason.code.startswith("cause_")]
     assert told.code == f"cause_{validation.cause}"
     return validation.cause, told.node, told
@@ -70,7 +72,7 @@ async def test_what_stays_on_its_node_is_hardware(service: Service) -> None:
     assert [rank["node"] for rank in validation.fingerprint] == ["node-a", "node-a", "node-b", "node-b"]
     seats = [seat["node"] for seat in events[EventType.REPEATED_ELSEWHERE]["seats"]]
     assert seats == events[EventType.REPEATING_ELSEWHERE]["nodes"] == ["node-b", "node-b", "node-a", "node-a"]
-    assert "subject_diverged" in {reason["code"] for reason in events[EventType.REPEATED_ELSEWHERE]["reasons"]}
+    assert WRONG & {reason["code"] for reason in events[EventType.REPEATED_ELSEWHERE]["reasons"]}
     assert validation.timings["repeat_s"] > 0
 
 
