@@ -445,9 +445,6 @@ class ReplicaRow:
 
     initial_weights_digest: str
     weights_digest: str
-    copies_digest: str | None = None
-    """Of the weights that every tensor-parallel rank holds whole, so that they must be equal across tp ranks too; None
-    where there is one."""
     sent_digest: str | None = None
     """Of the weights that this rank updated and sent to its one replica; None unless there are exactly two."""
     kept_digest: str | None = None
@@ -456,6 +453,9 @@ class ReplicaRow:
     """Of the replica's weights as they stand here after the step; equal to what that one sent unless damaged here."""
     tied_digest: str | None = None
     """Of the whole tied gradient once the ends are added, where that comes first: the same at both ends."""
+    copies_digest: str | None = None
+    """Of the weights that every tensor-parallel rank holds whole, so that they must be equal across tp ranks too; None
+    where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

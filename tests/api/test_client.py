@@ -56,7 +56,7 @@ def test_cancel_predict_orderings_and_ready(client):
     assert client.cancel(validation_id)["state"] == "cancelled"
     assert [event.type for event in client.events(validation_id)] == ["queued", "cancelled"]
     assert client.predict({"ordering": "fixed"})["misowned_elements"] == 0
-    assert len(client.orderings()) == 6
+    assert len(client.orderings()) == 8
     assert client.ready()
     assert client.wait_ready(1)
 

@@ -89,7 +89,7 @@ class GatherWatch:
         kept = " ".join(digest([own_n]) for own_n, _ in parts)
         received = " ".join(digest([other_n]) for _, other_n in parts)
         watched = (_short(" ".join(sent)), _short(kept), _short(received))
-        return ReplicaRow(initial_weights_digest, weights_digest, *watched, tied_digest)
+        return ReplicaRow(initial_weights_digest, weights_digest, *watched, tied_digest=tied_digest)
 
 
 def _short(text: str) -> str:

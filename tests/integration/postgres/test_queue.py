@@ -95,7 +95,7 @@ async def test_the_whole_way_to_a_verdict(
     assert done.started_at is not None
     assert done.created_at <= done.started_at <= done.finished_at
     assert await _event_types(database, claim.id) == ["queued", "claimed", "formed", "completed"]
-    assert await _num_rows(database, claim.id) == (1, 16, 16, 160)
+    assert await _num_rows(database, claim.id) == (1, 16, 16, 192)
 
 
 async def test_a_verdict_is_stored_with_all_of_its_rows_or_not_at_all(
@@ -120,7 +120,7 @@ async def test_a_crash_keeps_its_cause_and_what_was_reported(
     failed = await _get(database, claim.id)
     assert (failed.state, failed.verdict, failed.trials, failed.timings) == (State.FAILED, None, (), {"gang_s": 1})
     assert failed.error == FailureDetail("rank_died", "rank 3 was killed by signal 9\ufffd ?", 3, "n1", "tie")
-    assert await _num_rows(database, claim.id) == (0, 3, 3, 30)
+    assert await _num_rows(database, claim.id) == (0, 3, 3, 36)
     (last,) = (await _events(database, claim.id))[-1:]
     assert last.data["error"]["world_rank"] == 3
 

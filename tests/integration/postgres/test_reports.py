@@ -71,7 +71,8 @@ async def test_trace_rows_come_in_the_order_of_the_phases(
 ) -> None:
     rows = await _all_rows(database, storage.trace_page, stored, limit=500)
     first_step = [row for row in rows if (row["trial_index"], row["step"]) == (0, 0)]
-    assert [row["phase"] for row in first_step[::8]] == ["local", "scattered", "tied", "normalized", "final"]
+    phases = ["local", "scattered", "layernorm", "tied", "normalized", "final"]
+    assert [row["phase"] for row in first_step[::8]] == phases
     key = [(row["world_rank"], row["end"], row["shard"]) for row in first_step[:8]]
     assert key == sorted(key)
     assert len(rows) == sum(len(report.trace) for report in reports)
