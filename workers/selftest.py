@@ -7,7 +7,7 @@ the attribution that the catalogue promises. Judges the judges; says nothing abo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.contract import (
     Device,
@@ -16,6 +16,7 @@ from workers.contract import (
     JudgeName,
     Mesh,
     OrderingName,
+    ProbeName,
     RankPhase,
     Reason,
     StepReport,
@@ -23,7 +24,7 @@ from workers.contract import (
     Verdict,
 )
 from workers.experiment import ExperimentSpec, trials
-from workers.faults import FAULTS, Fault, FaultName, Outcome, Place, why_not
+from workers.faults import FAULTS, Fault, FaultName, Outcome, Place, is_struck, why_not
 from workers.local_gang import LocalGang
 from workers.local_gang import Outcome as GangOutcome
 from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -133,7 +134,17 @@ def _exercise(gang: LocalGang, mesh: Mesh, nodes: Sequence[str], exercise: Exerc
         outcome = exercise.fault.outcome
         return Finding(exercise.title, exercise.world_rank, why, nothing, outcome, expected, (), is_exercised=False)
     specs = exercise.trials(mesh)
+    expected = replace(expected, judges=_judges_due(exercise, expected, specs, nodes))
     return conclude(exercise, expected, gang.run(specs), specs, nodes)
+
+
+def _judges_due(
+    exercise: Exercise, expected: Attribution, specs: Sequence[TrialSpec], nodes: Sequence[str]
+) -> tuple[JudgeName, ...]:
+    """The expected judges, without those whose probe chance has spared on every repeat."""
+    struck = {spec.probe for spec in specs if is_struck(spec, exercise.world_rank, nodes[exercise.world_rank])}
+    own_probe = {JudgeName.EXACT: ProbeName.EXACT, JudgeName.SYNC: ProbeName.GPT}
+    return tuple(judge for judge in expected.judges if judge not in own_probe or own_probe[judge] in struck)
 
 
 def expected_attribution(exercise: Exercise, nodes: Sequence[str]) -> Attribution:
