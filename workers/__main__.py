@@ -88,7 +88,7 @@ def _run_virtually(spec: ExperimentSpec, options: argparse.Namespace) -> int:
         reports = tuple(VirtualSession().run(runs))
     except SpecError as error:
         return _refuse([str(error)])
-    judgement = judge(runs, reports)
+    judgement = judge(runs, reports, is_virtual=True)
     code = EXIT_CODES[judgement.verdict]
     words = (Word(0, None, reports),)
     print(dumps(_document(spec, judgement, None, code, words, options.ranks) | {"virtual": True}), flush=True)

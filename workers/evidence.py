@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 
 from workers.contract import (
     REFERENCE_STACK,
@@ -61,6 +61,8 @@ class Evidence:
     reports: tuple[StepReport, ...]
     missing: tuple[tuple[int, int, int], ...]
     """(repeat, step, world_rank)"""
+    is_virtual: bool = False
+    """All ranks' gradients come from one process, and nothing was updated."""
 
     @property
     def spec(self) -> TrialSpec:
@@ -125,7 +127,9 @@ def sift(trials: Sequence[TrialSpec], reports: Iterable[StepReport]) -> Sifted:
     return Sifted(accepted, tuple(rejected))
 
 
-def collect(trials: Sequence[TrialSpec], accepted: Mapping[Place, StepReport]) -> tuple[Evidence, ...]:
+def collect(
+    trials: Sequence[TrialSpec], accepted: Mapping[Place, StepReport], is_virtual: bool = False
+) -> tuple[Evidence, ...]:
     """The evidence of each probe and ordering, in the trials' order."""
     groups: dict[tuple[ProbeName, TrialOrdering], dict[int, TrialSpec]] = defaultdict(dict)
     for index, spec in enumerate(trials):
@@ -135,6 +139,7 @@ def collect(trials: Sequence[TrialSpec], accepted: Mapping[Place, StepReport]) -
             specs=specs,
             reports=tuple(accepted[place] for place in _places(specs) if place in accepted),
             missing=tuple((specs[i].repeat, step, w) for i, step, w in _places(specs) if (i, step, w) not in accepted),
+            is_virtual=is_virtual,
         )
         for specs in groups.values()
     )
@@ -245,9 +250,30 @@ def unjudged_norms(evidence: Evidence) -> Iterator[tuple[int, int]]:
     compared = {(report.trial_index, report.step) for report, norm in norms(evidence) if norm.reference is not None}
     silent = {(report.trial_index, report.step) for report in evidence.reports if report.grad_norm is None}
     for index, step in _steps(evidence.specs):
-        due = step == 0 or evidence.spec.probe is ProbeName.EXACT
-        if (index, step) in silent or (due and (index, step) not in compared):
+        if (index, step) in silent or (is_replay_due(evidence.spec, step) and (index, step) not in compared):
             yield index, step
+
+
+def is_replay_due(spec: TrialSpec, step: int) -> bool:
+    """Whether one process knows the weights of this step: gpt's later ones depend on the run under test."""
+    return step == 0 or spec.probe is ProbeName.EXACT
+
+
+def unreplayed(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
+    """Ranks that own elements which should have been held against a single-process run and were not, and of what.
+
+    The tied weight between its two phases has none to be held against. On virtual ranks local gradients of other
+    parameters are a single process's own.
+    """
+    for report in evidence.reports:
+        if not is_replay_due(evidence.spec, report.step):
+            continue
+        for row in report.divergence:
+            if row.owned_elements and row.reference_max_abs_error is None:
+                yield report, row.end.value
+        for inner in () if evidence.is_virtual else report.parameters:
+            if inner.phase is Phase.FINAL and inner.owned_elements and inner.reference_max_abs_error is None:
+                yield report, "the other parameters"
 
 
 def nonfinite(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
@@ -330,6 +356,40 @@ def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
     for report in evidence.reports:
         compared[report.trial_index, report.step] += report.tied.num_elements if report.tied else 0
     if evidence.spec.mesh.pp > 1:
+        yield from (at for at in _steps(evidence.specs) if compared[at] < evidence.num_elements)
+
+
+def parted_weights(evidence: Evidence) -> Iterator[tuple[StepReport, TiedRow]]:
+    """Where the two ends hold other weights after the optimizer although they must hold the same bits.
+
+    Where both ends add in one order (`Ordering.bit_tied`) that is always. Elsewhere Adam forbids a bound: it divides a
+    gradient by its own size, so that where rounding decides a sign two right weights part by twice the learning rate.
+    There ends are judged only as long as their gradients have been the same bits in this and all steps before. The
+    optimizer works element by element, whatever else is in a shard. A foreign stack's need not.
+    """
+    if evidence.spec.stack != REFERENCE_STACK:
+        return
+    parted = {index: _first_unequal_step(evidence, index) for index in evidence.specs}
+    for report in evidence.reports:
+        due = ordering_of(evidence.spec).bit_tied or report.step < parted[report.trial_index]
+        # What is not finite has its own reason.
+        if due and report.tied is not None and 0 < report.tied.weights_max_abs_difference < inf:
+            yield report, report.tied
+
+
+def _first_unequal_step(evidence: Evidence, trial_index: int) -> int:
+    """In which the ends' gradients were not the same bits; the number of steps where they always were."""
+    of_trial = (report for report in evidence.reports if report.trial_index == trial_index and report.tied is not None)
+    unequal = (report.step for report in of_trial if report.tied and report.tied.unequal_elements)
+    return min(unequal, default=evidence.specs[trial_index].steps)
+
+
+def unweighed_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:
+    """(trial_index, step) in which the two ends' weights were not compared in full; none where nothing is updated."""
+    compared: dict[tuple[int, int], int] = defaultdict(int)
+    for report in evidence.reports:
+        compared[report.trial_index, report.step] += report.tied.weights_num_elements if report.tied else 0
+    if evidence.spec.mesh.pp > 1 and not evidence.is_virtual:
         yield from (at for at in _steps(evidence.specs) if compared[at] < evidence.num_elements)
 
 

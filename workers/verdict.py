@@ -36,9 +36,11 @@ from workers.evidence import (
     deviations,
     disagreements,
     elements_due,
+    is_replay_due,
     nonfinite,
     norm_breaches,
     norm_disagreements,
+    parted_weights,
     sift,
     stack_faults,
     summarise,
@@ -46,29 +48,34 @@ from workers.evidence import (
     uncovered_steps,
     unjudged_norms,
     unjudged_parameters,
+    unreplayed,
     untied_steps,
+    unweighed_steps,
 )
 from workers.exactness import code_digits, replicas_at_once
 from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
 
-VERDICT_RULES_VERSION = 3
+VERDICT_RULES_VERSION = 4
 """Rises with every change of what makes a verdict; stored with each validation."""
 MAX_STORIES = 2
 """Stories of one shard that a reason tells; the row has them all."""
 
 
 def judge(
-    trials: Sequence[TrialSpec], reports: Iterable[StepReport], nodes: Mapping[int, str] | None = None
+    trials: Sequence[TrialSpec],
+    reports: Iterable[StepReport],
+    nodes: Mapping[int, str] | None = None,
+    is_virtual: bool = False,
 ) -> Judgement:
     """The verdict on these trials, given what the ranks reported, in any order, and on which node each rank was.
 
     `trials` are those of the plan, in its order: reports name them by index. A failure outranks every doubt, and
-    without a failure any doubt makes the verdict inconclusive.
+    without a failure any doubt makes the verdict inconclusive. Of virtual ranks less is due, and a pass says so.
     """
     sifted = sift(trials, reports)
-    gathered = collect(trials, sifted.accepted)
+    gathered = collect(trials, sifted.accepted, is_virtual)
     doubts = [Reason("report_mismatch", f"{sentence} It was not counted.") for sentence in sifted.rejected]
     accepted = tuple(sifted.accepted.values())
     failures = list(wrong_collectives(accepted))
@@ -211,6 +218,12 @@ def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
     if exceeded:
         message = f"{exceeded} elements differ between the two ends by more than rounding allows"
         yield "ends_differ", JudgeName.REPLICAS, f"{message}."
+    parted = list(parted_weights(evidence))
+    if parted:
+        report, tied = max(parted, key=lambda pair: pair[1].weights_max_abs_difference)
+        message = f"after the optimizer the two ends' weights differ by up to {tied.weights_max_abs_difference:.3e}"
+        message += f", most {_at(report)}, and must be the same bits"
+        yield "weights_differ", JudgeName.REPLICAS, f"{message} ({len(parted)} such findings)."
     far = evidence.total("reference_exceeded_elements")
     if far:
         report, row = max(evidence.rows(), key=lambda pair: pair[1].reference_exceeded_elements)
@@ -278,6 +291,15 @@ def _coverage_doubts(evidence: Evidence) -> Iterator[Reason]:
     if untied:
         message = f"the two ends were not compared with each other in full in {len(untied)} steps"
         yield Reason("ends_not_compared", f"{evidence.title}: {message}.")
+    unweighed = list(unweighed_steps(evidence)) if evidence.role is Role.SUBJECT and not untied else []
+    if unweighed:
+        message = f"the two ends' weights were not compared with each other in full in {len(unweighed)} steps"
+        yield Reason("weights_not_compared", f"{evidence.title}: {message}.")
+    alone = list(unreplayed(evidence))
+    if alone:
+        report, what = alone[0]
+        message = f"no single-process run was there to hold {what} {_at(report)} against ({len(alone)} such gaps)"
+        yield Reason("reference_not_run", f"{evidence.title}: {message}.")
     unaudited = list(unaudited_steps(evidence))
     if unaudited:
         index, step, pp_rank = unaudited[0]
@@ -359,7 +381,10 @@ def _clean(gathered: Sequence[Evidence]) -> Reason:
         f"{', '.join(evidence.title for evidence in controls)} wrong in {'all' if also else 'exactly'} the {predicted}"
     )
     seen += f" predicted, and in {also} more whose errors rounding could have hidden" if also else " predicted"
-    return Reason("clean", f"On {_coverage(spec)}: {right}; {seen}{_turns(gathered)}{_unsigned(gathered)}.")
+    return Reason(
+        "clean",
+        f"On {_coverage(spec)}: {right}; {seen}{_turns(gathered)}{_unsigned(gathered)}{_unreferenced(gathered)}.",
+    )
 
 
 def _unsigned(gathered: Sequence[Evidence]) -> str:
@@ -377,6 +402,16 @@ def _turns(gathered: Sequence[Evidence]) -> str:
         if at_once < spec.mesh.dp:
             return f"; exact's {spec.mesh.dp} replicas took turns, {at_once} a step"
     return ""
+
+
+def _unreferenced(gathered: Sequence[Evidence]) -> str:
+    """What was held against no single-process run, since there can be none."""
+    specs = [evidence.spec for evidence in gathered]
+    later = next((spec for spec in specs if not is_replay_due(spec, spec.steps - 1)), None)
+    told = f"; of gpt's {later.steps} steps the first alone was held against a single process" if later else ""
+    if any(evidence.is_virtual for evidence in gathered):
+        told += "; on virtual ranks only the tied weight was held against a second run, and no weight was updated"
+    return told
 
 
 def _coverage(spec: TrialSpec) -> str:

@@ -164,7 +164,7 @@ def run_cases(cases: Iterable[Case], ran: Ran) -> None:
             reports = run_live(together) if world == "live" else list(VirtualSession().run(together))
             first = 0
             for case, mine in zip(batch, specs, strict=True):
-                ran(case, len(mine), alarms_of(mine, own_reports(reports, first, len(mine))))
+                ran(case, len(mine), alarms_of(mine, own_reports(reports, first, len(mine)), world == "virtual"))
                 first += len(mine)
 
 
@@ -181,11 +181,11 @@ def own_reports(reports: Sequence[StepReport], first: int, num_trials: int) -> l
     ]
 
 
-def alarms_of(specs: Sequence[TrialSpec], reports: Sequence[StepReport]) -> list[Reason]:
+def alarms_of(specs: Sequence[TrialSpec], reports: Sequence[StepReport], is_virtual: bool) -> list[Reason]:
     """What a verdict would say against these subjects. That no control ran is no alarm: none was asked for."""
     assert specs
     assert all(ordering_of(spec).role is Role.SUBJECT for spec in specs)
-    judgement = judge(specs, reports)
+    judgement = judge(specs, reports, is_virtual=is_virtual)
     assert all(summary.compared_elements > 0 for summary in judgement.trials), "nothing was compared"
     return [reason for reason in judgement.reasons if reason.code not in ("no_control", "clean")]
 

@@ -53,9 +53,9 @@ def test_the_matrix_is_as_large_as_it_says() -> None:
 def test_one_wrong_element_would_have_alarmed() -> None:
     specs = next(matrix(["virtual"])).trials()
     reports = list(VirtualSession().run(specs))
-    assert alarms_of(specs, reports) == []
+    assert alarms_of(specs, reports, is_virtual=True) == []
     spoiled = [spoil(report) if report.trial_index == 1 and report.world_rank == 3 else report for report in reports]
-    assert [reason.code for reason in alarms_of(specs, spoiled)] == ["subject_diverged"]
+    assert [reason.code for reason in alarms_of(specs, spoiled, is_virtual=True)] == ["subject_diverged"]
 
 
 def spoil(report: StepReport) -> StepReport:

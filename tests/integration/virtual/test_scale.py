@@ -37,7 +37,7 @@ def test_every_width_measures_as_predicted(widths: range) -> None:
     for dp in widths:
         specs = exact_trials(Mesh(dp, 2))
         reports = list(VirtualSession().run(specs))
-        judgement = judge(specs, reports)
+        judgement = judge(specs, reports, is_virtual=True)
         assert judgement.verdict is Verdict.PASS, (dp, judgement.reasons)
         for spec, wrong in wrong_elements(specs, reports):
             assert wrong == 2 * count(trial_misowned(spec)), (dp, spec.ordering)
@@ -47,7 +47,7 @@ def test_one_replica_owns_everything() -> None:
     specs = exact_trials(Mesh(1, 2))
     reports = list(VirtualSession().run(specs))
     assert [wrong for _, wrong in wrong_elements(specs, reports)] == [0] * len(specs)
-    assert judge(specs, reports).verdict is Verdict.INCONCLUSIVE
+    assert judge(specs, reports, is_virtual=True).verdict is Verdict.INCONCLUSIVE
 
 
 def test_4096_ranks() -> None:
@@ -56,7 +56,7 @@ def test_4096_ranks() -> None:
     assert [spec.ordering for spec in specs] == [OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET]
     reports = list(VirtualSession().run(specs))
     assert len(reports) == 3 * 4096
-    judgement = judge(specs, reports)
+    judgement = judge(specs, reports, is_virtual=True)
     assert judgement.verdict is Verdict.PASS, judgement.reasons
     wrong = {spec.ordering: number for spec, number in wrong_elements(specs, reports)}
     assert wrong == {OrderingName.BUGGY: 4096, OrderingName.FIXED: 0, OrderingName.OWN_BUCKET: 0}

@@ -22,6 +22,7 @@ from workers.contract import (
     End,
     ForeignOrdering,
     Judgement,
+    JudgeName,
     Mesh,
     ModelSpec,
     OrderingName,
@@ -39,6 +40,7 @@ from workers.contract import (
 )
 from workers.verdict import judge
 
+REPLICAS = JudgeName.REPLICAS
 UNALIGNED, ALL_REDUCE = OrderingName.OWN_BUCKET_UNALIGNED, OrderingName.ALL_REDUCE
 
 
@@ -191,6 +193,38 @@ def test_the_ends_of_a_subject_differ() -> None:
     judgement = assert_turns(change, at(OWN_BUCKET), Verdict.FAIL, "ends_differ")
     trial = summary_of(judgement, GPT, OWN_BUCKET)
     assert (trial.tied_unequal_elements, trial.tied_exceeded_elements, trial.tied_max_abs) == (3, 2, 1e-3)
+
+
+@pytest.mark.parametrize("probe", ProbeName)
+@pytest.mark.parametrize("ordering", [FIXED, OWN_BUCKET, ALL_REDUCE])
+def test_weights_that_differ_after_the_same_gradients(ordering: OrderingName, probe: ProbeName) -> None:
+    specs = planned(orderings=(BUGGY, ordering))
+    change = with_tied(weights_max_abs_difference=1e-12)
+    judgement = judge(specs, changed(healthy(specs), at(ordering, probe), change))
+    assert (judgement.verdict, codes(judgement)) == (Verdict.FAIL, ["weights_differ"])
+    assert "differ by up to 1.000e-12, most on world_rank" in judgement.reasons[0].message
+    assert (judgement.reasons[0].judge, summary_of(judgement, probe, ordering).weights_max_abs) == (REPLICAS, 1e-12)
+
+
+@pytest.mark.parametrize(("ordering", "differ"), [(FIXED, False), (OWN_BUCKET, True)])
+def test_weights_may_part_after_gradients_that_rounding_parted_unless_both_ends_add_alike(
+    ordering: OrderingName, differ: bool
+) -> None:
+    """Adam divides by the gradient's size: from then on only bits that had to agree are judged."""
+    specs = planned()
+    reports = changed(healthy(specs), at(ordering), with_tied(unequal_elements=1, max_abs_difference=1e-9))
+    later = lambda report: at(ordering)(report) and report.step == 1  # noqa: E731
+    reports = changed(reports, later, with_tied(weights_max_abs_difference=2e-3))
+    assert ("weights_differ" in codes(judge(specs, reports))) is differ
+    before = changed(healthy(specs), later, with_tied(unequal_elements=1, max_abs_difference=1e-9))
+    before = changed(before, at(ordering), with_tied(weights_max_abs_difference=2e-3))
+    assert codes(judge(specs, before)) == ["weights_differ"]
+
+
+def test_the_weights_of_a_control_may_part() -> None:
+    specs = planned()
+    reports = changed(healthy(specs), at(BUGGY), with_tied(weights_max_abs_difference=2e-3))
+    assert judge(specs, reports).verdict is Verdict.PASS
 
 
 def test_ends_that_differ_within_rounding_are_no_failure() -> None:
@@ -346,6 +380,69 @@ def test_an_end_that_nobody_compared() -> None:
     reports = [replace(r, divergence=()) if at(FIXED, EXACT, End.LM_HEAD)(r) else r for r in healthy(specs)]
     judgement = judge(specs, reports)
     assert (judgement.verdict, codes(judgement)) == (Verdict.INCONCLUSIVE, ["partly_compared"])
+
+
+def test_the_ends_weights_were_not_compared() -> None:
+    change = with_tied(weights_num_elements=0)
+    assert_turns(change, at(OWN_BUCKET), Verdict.INCONCLUSIVE, "weights_not_compared")
+    assert_turns(with_tied(weights_num_elements=1), at(FIXED, EXACT), Verdict.INCONCLUSIVE, "weights_not_compared")
+
+
+@pytest.mark.parametrize(
+    ("probe", "step", "due"), [(GPT, 0, True), (GPT, 1, False), (EXACT, 0, True), (EXACT, 1, True)]
+)
+@pytest.mark.parametrize("ordering", [BUGGY, OWN_BUCKET])
+@pytest.mark.parametrize("what", ["tied", "inner"])
+def test_a_single_process_run_that_was_due_and_is_missing(
+    what: str, ordering: OrderingName, probe: ProbeName, step: int, due: bool
+) -> None:
+    inner = lambda report: replace(  # noqa: E731
+        report, parameters=tuple(replace(row, reference_max_abs_error=None) for row in report.parameters)
+    )
+    change = with_row(reference_max_abs_error=None) if what == "tied" else inner
+    specs = planned()
+    owns = at(ordering, probe) if what == "tied" else lambda r: (r.ordering, r.probe) == (ordering, probe)
+    reports = [change(report) if owns(report) and report.step == step else report for report in healthy(specs)]
+    judgement = judge(specs, reports)
+    expected = (Verdict.INCONCLUSIVE, ["reference_not_run"]) if due else (Verdict.PASS, ["clean"])
+    assert (judgement.verdict, codes(judgement)) == expected
+
+
+def test_who_owns_nothing_needs_no_single_process_run() -> None:
+    specs = planned()
+    idle = lambda report: (  # noqa: E731
+        replace(report, divergence=tuple(replace(row, reference_max_abs_error=None) for row in report.divergence))
+        if not any(row.owned_elements for row in report.divergence)
+        else report
+    )
+    reports = healthy(specs)
+    assert [idle(report) for report in reports] != reports
+    assert judge(specs, map(idle, reports)).verdict is Verdict.PASS
+
+
+def test_a_pass_says_what_no_single_process_run_covered() -> None:
+    text = "held against a single process"
+    assert f"of gpt's 2 steps the first alone was {text}" in judge(planned(), healthy(planned())).reasons[0].message
+    for specs in (planned(steps=1), planned(probes=(EXACT,))):
+        assert text not in judge(specs, healthy(specs)).reasons[0].message
+
+
+def test_on_virtual_ranks_nothing_is_due_that_they_cannot_do_and_a_pass_says_so() -> None:
+    specs = planned(steps=1)
+    reports = [
+        replace(
+            report,
+            tied=report.tied and replace(report.tied, weights_num_elements=0),
+            parameters=tuple(replace(row, reference_max_abs_error=None) for row in report.parameters),
+        )
+        for report in healthy(specs)
+    ]
+    judgement = judge(specs, reports, is_virtual=True)
+    assert judgement.verdict is Verdict.PASS
+    assert "no weight was updated" in judgement.reasons[0].message
+    assert set(codes(judge(specs, reports))) == {"weights_not_compared", "reference_not_run"}
+    alone = changed(reports, at(FIXED), with_row(reference_max_abs_error=None))
+    assert codes(judge(specs, alone, is_virtual=True)) == ["reference_not_run"]
 
 
 def test_the_ends_were_not_compared_with_each_other() -> None:
