@@ -144,7 +144,8 @@ _ENTRIES = (
     _breaks(FaultName.RAISE_IN, f"Raises with {_IN_SYNC} issued and not yet waited for."),
     _breaks(FaultName.RAISE_AFTER, f"Raises after {_IN_SYNC}."),
     _breaks(FaultName.KILL_BEFORE, f"Is killed before {_IN_SYNC}."),
-    _breaks(FaultName.KILL_IN, f"Is killed with {_IN_SYNC} issued and not yet waited for."),
+    # What was issued may complete without it: then the others notice at a later collective, whichever it is.
+    Fault(FaultName.KILL_IN, f"Is killed with {_IN_SYNC} issued and not yet waited for.", Outcome.ERROR),
     _breaks(FaultName.KILL_AFTER, f"Is killed after {_IN_SYNC}."),
     _in_tie(FaultName.TIE_SKIPPED, "The other end's gradient never reaches it."),
     _in_tie(FaultName.TIE_DOUBLED, "It adds the other end's gradient twice."),

@@ -32,7 +32,7 @@ class Outcome:
 
     items: tuple[Item, ...]
     absent: tuple[int, ...]
-    """World ranks that ended, or were stuck, without a word."""
+    """World ranks that said nothing: first those that ended, in the order of their ends, then those that were stuck."""
 
     @property
     def failures(self) -> list[RankFailure]:
@@ -67,8 +67,9 @@ class LocalGang:
             self._start()
         for pipe in self._pipes:
             pipe.send(tuple(trials))
-        found = self._listen()
-        absent = tuple(sorted(set(range(len(self._nodes))) - set(found)))
+        found, ended = self._listen()
+        stuck = set(range(len(self._nodes))) - set(found) - set(ended)
+        absent = (*ended, *sorted(stuck))
         outcome = Outcome(tuple(item for rank in sorted(found) for item in found[rank]), absent)
         if absent or outcome.failures:
             self.close()
@@ -95,9 +96,10 @@ class LocalGang:
             self._processes.append(process)
             self._pipes.append(mine)
 
-    def _listen(self) -> dict[int, tuple[Item, ...]]:
-        """Every rank's items; of those that say nothing in time, none. Stops early once one has failed."""
+    def _listen(self) -> tuple[dict[int, tuple[Item, ...]], list[int]]:
+        """Every rank's items, and who ended without any. Stops early once one has failed."""
         found: dict[int, tuple[Item, ...]] = {}
+        ended: list[int] = []
         waiting = {pipe: world_rank for world_rank, pipe in enumerate(self._pipes)}
         timeout_s = self._timeout_s
         while waiting and (ready := wait(list(waiting), timeout_s)):
@@ -107,6 +109,7 @@ class LocalGang:
                 try:
                     found[world_rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
+                    ended.append(world_rank)
                     timeout_s = _GRACE_S
                 else:
                     if any(isinstance(item, RankFailure) for item in found[world_rank]):
@@ -114,7 +117,7 @@ class LocalGang:
         for world_rank, process in enumerate(self._processes):
             if world_rank not in found and process.is_alive():
                 process.kill()
-        return found
+        return found, ended
 
 
 def _serve(pipe: Connection, port: int, world_rank: int, world_size: int, node: str, timeout_s: float) -> None:

@@ -231,7 +231,7 @@ def _place_mismatches(fault: Fault, expected: Attribution, found: Attribution) -
         yield f"not seen by {', '.join(missed)}"
     if fault.outcome is Outcome.HARMLESS:
         return
-    for what in ("world_rank", "node", "phase"):
+    for what in ("world_rank", "node", "phase") if expected.phase else ("world_rank", "node"):
         if getattr(found, what) != getattr(expected, what) and not (what == "node" and expected.world_rank is None):
             yield f"{what} is {getattr(found, what)}"
     if not _is_in(fault.place, found.parameter):
