@@ -157,7 +157,7 @@ _ENTRIES = (
     _does_not_fit(
         FaultName.COLLECTIVES_REORDERED, "order", "It issues two collectives of one shape in the other order."
     ),
-    _does_not_fit(FaultName.SIZES_UNEQUAL, "shape", "It leaves the last dp elements out of what it sends to be summed."),
+    _does_not_fit(FaultName.SIZES_UNEQUAL, "shape", "It sends its first bucket without the last dp elements."),
     _in_tie(FaultName.TIE_SKIPPED, "The other end's gradient never reaches it."),
     _in_tie(FaultName.TIE_DOUBLED, "It adds the other end's gradient twice."),
     _in_tie(FaultName.TIE_AVERAGED, "It takes the mean of the two ends instead of their sum."),
