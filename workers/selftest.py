@@ -17,6 +17,7 @@ from workers.contract import (
     Mesh,
     ModelSpec,
     OrderingName,
+    ProbeName,
     RankPhase,
     Reason,
     StepReport,
@@ -37,8 +38,6 @@ RARE = (FaultName.BIT_IN_GRADIENT, FaultName.BIT_IN_WEIGHT, FaultName.BIT_IN_REC
 RARE_PROBABILITY, RARE_REPEATS = 0.3, 10
 ORDERINGS = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
 NUM_NODES = 2
-_TWINS_VOCAB_SIZE, _TWINS_HIDDEN_SIZE = 17, 32
-"""With a layer a stage, the tied weight's bucket is padded to the size of the other one of its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,18 @@ class Exercise:
         """What the gang is to run."""
         drill = Drill(self.fault.name, self.world_rank, probability=self.probability)
         if self.fault.name is FaultName.COLLECTIVES_REORDERED:
-            model = ModelSpec(_TWINS_VOCAB_SIZE, _TWINS_HIDDEN_SIZE, mesh.num_stages, num_heads=4, seq_len=16)
-            spec = ExperimentSpec(mesh=mesh, model=model, orderings=ORDERINGS[-1:], steps=1, drill=drill)
-            return trials(spec, Device.CPU)
+            return trials(_of_twin_buckets(mesh, drill), Device.CPU)
         is_rare = self.probability < 1
         orderings, repeats = (ORDERINGS[-1:], RARE_REPEATS) if is_rare else (ORDERINGS, 1)
         spec = ExperimentSpec(mesh=mesh, orderings=orderings, steps=1, repeats=repeats, drill=drill)
         return trials(spec, Device.CPU)
+
+
+def _of_twin_buckets(mesh: Mesh, drill: Drill) -> ExperimentSpec:
+    """On both end stages the tied weight's bucket is padded to the size of the other one, which it can be taken for."""
+    model = ModelSpec(vocab_size=17, hidden_size=32, num_layers=mesh.num_stages, num_heads=4, seq_len=16)
+    exact, own_bucket = (ProbeName.EXACT,), (OrderingName.OWN_BUCKET,)
+    return ExperimentSpec(mesh=mesh, model=model, probes=exact, orderings=own_bucket, steps=1, drill=drill)
 
 
 @dataclass(frozen=True, slots=True)
