@@ -26,6 +26,8 @@ class FaultName(StrEnum):
     KILL_BEFORE = "kill_before_collective"
     KILL_IN = "kill_in_collective"
     KILL_AFTER = "kill_after_collective"
+    COLLECTIVES_REORDERED = "collectives_reordered"
+    SIZES_UNEQUAL = "sizes_unequal"
     TIE_SKIPPED = "tie_skipped"
     TIE_DOUBLED = "tie_doubled"
     TIE_AVERAGED = "tie_averaged"
@@ -96,6 +98,8 @@ class Fault:
     """It needs a rank of the last of several stages."""
     reported_as: str | None = None
     """The code of the observation that must name its rank and no other, where it makes no verdict `fail`."""
+    differs_in: str | None = None
+    """`order` or `shape`: what the error must say of its rank's collective, before anybody enters it."""
 
 
 STRAGGLER = "straggler"
@@ -111,6 +115,10 @@ _REPLICAS = frozenset({JudgeName.REPLICAS})
 
 def _breaks(name: FaultName, how: str) -> Fault:
     return Fault(name, how, Outcome.ERROR, phase=_DP)
+
+
+def _does_not_fit(name: FaultName, differs_in: str, how: str) -> Fault:
+    return Fault(name, how, Outcome.ERROR, phase=_DP, differs_in=differs_in)
 
 
 def _in_tie(name: FaultName, summary: str, names_rank: bool = True) -> Fault:
@@ -147,6 +155,10 @@ _ENTRIES = (
     # What was issued may complete without it: then the others notice at a later collective, whichever it is.
     Fault(FaultName.KILL_IN, f"Is killed with {_IN_SYNC} issued and not yet waited for.", Outcome.ERROR),
     _breaks(FaultName.KILL_AFTER, f"Is killed after {_IN_SYNC}."),
+    _does_not_fit(
+        FaultName.COLLECTIVES_REORDERED, "order", "It issues two collectives of one shape in the other order."
+    ),
+    _does_not_fit(FaultName.SIZES_UNEQUAL, "shape", "It sends its first bucket without the last dp elements."),
     _in_tie(FaultName.TIE_SKIPPED, "The other end's gradient never reaches it."),
     _in_tie(FaultName.TIE_DOUBLED, "It adds the other end's gradient twice."),
     _in_tie(FaultName.TIE_AVERAGED, "It takes the mean of the two ends instead of their sum."),
@@ -243,6 +255,8 @@ def why_not(fault: Fault, mesh: Mesh, world_rank: int | None) -> str | None:
         return f"world_rank {world_rank} is not on the last stage, whose copy of the tied weight it is about"
     if fault.in_tie and world_rank is not None and mesh.coordinates(world_rank).pp_rank not in (0, mesh.pp - 1):
         return f"world_rank {world_rank} is on a stage between the first and the last, which ties nothing"
+    if fault.differs_in is not None and mesh.dp == 1:
+        return "with dp=1 there are no replicas"
     if fault.outcome is Outcome.FAIL and fault.judges & {JudgeName.SYNC, JudgeName.REPLICAS} and mesh.dp == 1:
         return "with dp=1 there are no replicas" if not fault.in_tie or not fault.names_rank else None
     return None

@@ -113,7 +113,7 @@ class Handshake:
         CollectiveError on those that only noticed.
         """
         mine = self._intent(members, primitive, tensor_N, source, alike)
-        planned = self._planned(mine) if members == self._replicas else None
+        planned = self._upcoming(mine) if members == self._replicas else None
         intents = _exchange(group, mine, len(members))
         if all(mine.agrees(intent) for intent in intents):
             return
@@ -127,17 +127,20 @@ class Handshake:
         dtype = _DTYPES.index(tensor_N.dtype) if tensor_N.dtype in _DTYPES else _UNKNOWN
         return Intent(sequence, _PRIMITIVES.index(primitive), source, tensor_N.numel(), dtype, buffer, offset)
 
-    def _planned(self, mine: Intent) -> Intent | None:
-        """What the layout has come next, where this is one of the plan's."""
-        sums = (_PRIMITIVES.index(Primitive.REDUCE_SCATTER), _PRIMITIVES.index(Primitive.ALL_REDUCE))
-        if mine.primitive not in sums or not mine.is_placed or self._num_planned >= len(self._plan):
+    def _upcoming(self, mine: Intent) -> tuple[int, int, int] | None:
+        """Which bucket the plan has next; passed, where this rank is about to sum one."""
+        if self._num_planned >= len(self._plan):
             return None
-        buffer, offset, num_elements = self._plan[self._num_planned]
-        self._num_planned += 1
-        return replace(mine, buffer=buffer, offset=offset, num_elements=num_elements)
+        upcoming = self._plan[self._num_planned]
+        sums = (_PRIMITIVES.index(Primitive.REDUCE_SCATTER), _PRIMITIVES.index(Primitive.ALL_REDUCE))
+        self._num_planned += mine.primitive in sums and mine.is_placed
+        return upcoming
 
-    def _object(self, members: Members, intents: Sequence[Intent], planned: Intent | None) -> None:
-        votes = [*intents, planned] if planned else list(intents)
+    def _object(self, members: Members, intents: Sequence[Intent], planned: tuple[int, int, int] | None) -> None:
+        places = [(intent.buffer, intent.offset, intent.num_elements) for intent in intents]
+        keeping = {intent for intent, place in zip(intents, places, strict=True) if place == planned}
+        # Two that do different things to the planned bucket are no help.
+        votes = [*intents, *keeping] if len(keeping) == 1 else list(intents)
         support = Counter({intent: sum(map(intent.agrees, votes)) for intent in votes})
         (expected, most), *others = support.most_common()
         tied = [intent for intent, number in others if number == most and not intent.agrees(expected)]

@@ -11,6 +11,8 @@ from workers.faults import FaultName, is_struck
 from workers.strikes.collectives import (
     BitInReceiveBuffer,
     NonfiniteBeforeGather,
+    Reordered,
+    Shortened,
     StaleView,
     TieDoubled,
     TieMean,
@@ -67,6 +69,8 @@ def _nonfinite(value: float, phase: RankPhase) -> Make:
 STRIKES: Mapping[FaultName, Make] = MappingProxyType(
     {fault: _breakdown(fault) for fault in MOMENTS}
     | {
+        FaultName.COLLECTIVES_REORDERED: Reordered,
+        FaultName.SIZES_UNEQUAL: Shortened,
         FaultName.TIE_SKIPPED: TieSkipped,
         FaultName.TIE_DOUBLED: TieDoubled,
         FaultName.TIE_AVERAGED: TieMean,

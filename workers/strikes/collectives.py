@@ -6,14 +6,16 @@ is a hang, which is another fault.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from workers.communicator import part
-from workers.contract import RankPhase
+from workers.contract import REFERENCE_STACK, RankPhase
 from workers.mesh import Members, ends_members
+from workers.prediction import stage_layout
 from workers.strikes.strike import CollectiveStrike, Victim, flip_bit, largest
 
 Run = Callable[[Tensor], None]
@@ -158,6 +160,54 @@ class BitInReceiveBuffer(DpSyncStrike):
         if not self.has_struck and torch.count_nonzero(mine_n):
             flip_bit(mine_n, largest(mine_n))
             self.has_struck = True
+
+
+class Reordered(CollectiveStrike):
+    """Two collectives of one shape are issued in the other order.
+
+    The sums of two buckets where this rank has two of one size; else the gather of weights before a bucket's sum.
+    """
+
+    def __init__(self, victim: Victim, step: int) -> None:
+        super().__init__(victim, step)
+        spec = victim.spec
+        ours = spec.mesh.stages(victim.at.pp_rank) if spec.stack == REFERENCE_STACK else ()
+        self._sizes = Counter(bucket.numel for stage in ours for bucket in stage_layout(spec, stage).buckets)
+        self._put_off: Tensor | None = None
+
+    def before_forward(self) -> None:
+        """See `Strike`."""
+        super().before_forward()
+        self._put_off = None
+
+    def collective(self, phase: RankPhase, members: Members, tensor_N: Tensor, run: Run) -> None:
+        """See `CollectiveStrike`."""
+        if phase is not RankPhase.DP_SYNC or self.has_struck:
+            run(tensor_N)
+        elif max(self._sizes.values(), default=1) == 1:
+            self.has_struck = True
+            self.victim.links.all_gather(members, {self.victim.at.world_rank: tensor_N.clone()})
+            run(tensor_N)
+        else:
+            self._swap(tensor_N, run)
+
+    def _swap(self, bucket_N: Tensor, run: Run) -> None:
+        if self._put_off is None and self._sizes[bucket_N.numel()] > 1:
+            self._put_off = bucket_N
+            return
+        run(bucket_N)
+        if self._put_off is not None and self._put_off.numel() == bucket_N.numel():
+            self.has_struck = True
+            run(self._put_off)
+
+
+class Shortened(DpSyncStrike):
+    """The last dp elements of the first bucket are not sent."""
+
+    def sync(self, bucket_N: Tensor, dp_rank: int, run: Run) -> None:
+        """See `DpSyncStrike`."""
+        is_first, self.has_struck = not self.has_struck, True
+        run(bucket_N[: -self.victim.spec.mesh.dp] if is_first else bucket_N)
 
 
 class NonfiniteBeforeGather(CollectiveStrike):

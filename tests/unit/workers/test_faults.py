@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from workers.contract import BatchSpec, Drill, Mesh, ModelSpec, OrderingName, ProbeName, TrialSpec
-from workers.faults import FAULTS, FaultName, draw, is_struck, read_drill
+from workers.faults import FAULTS, FaultName, draw, is_struck, read_drill, why_not
 
 SPEC = TrialSpec(ProbeName.EXACT, OrderingName.BUGGY, Mesh(2, 2), ModelSpec(8, 4, 2, 1, 4), BatchSpec(1, 2))
 FAULT = FaultName.BIT_IN_RECEIVE_BUFFER
@@ -21,6 +21,13 @@ def struck(drill: Drill | None, spec: TrialSpec = SPEC, nodes: str = "aabb") -> 
 def test_every_fault_has_an_entry_in_words() -> None:
     assert set(FAULTS) == set(FaultName)
     assert all(name is fault.name and fault.summary.endswith(".") for name, fault in FAULTS.items())
+
+
+@pytest.mark.parametrize("name", [FaultName.COLLECTIVES_REORDERED, FaultName.SIZES_UNEQUAL])
+def test_ranks_that_do_not_fit_together_need_a_replica_and_nothing_else(name: FaultName) -> None:
+    assert why_not(FAULTS[name], Mesh(1, 2), 0) == "with dp=1 there are no replicas"
+    assert all(why_not(FAULTS[name], Mesh(2, 3), world_rank) is None for world_rank in range(6))
+    assert why_not(FAULTS[name], Mesh(2, 1), 1) is None
 
 
 def test_a_drill_strikes_its_rank_or_every_rank_of_its_node() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import pytest
 import torch
 from lockstep import Lockstep
 
-from workers.communicator import Moment, ProcessGroups
+from workers.communicator import Finished, Moment, Pending, ProcessGroups
 from workers.contract import BatchSpec, Drill, Mesh, ModelSpec, OrderingName, ProbeName, RankPhase, TrialSpec
 from workers.errors import DrillError
 from workers.faults import FaultName
+from workers.mesh import Members
+from workers.prediction import stage_layout
 from workers.strikes.arsenal import STRIKES, arm
 from workers.strikes.process import Breakdown, break_down
 from workers.strikes.strike import Strike, Victim, flip_bit, largest
@@ -137,3 +141,65 @@ def test_what_each_fault_of_the_sync_leaves_behind() -> None:
     assert left(FaultName.WRONG_SHARD_OWNER) == ([3, 3, 3], [3, 3, 3, 2, 2, 2])
     assert left(FaultName.TAIL_TRUNCATED) == ([3, 3, 3], [2, 2, 2, 3, 3, 2])
     assert left(FaultName.DIVIDED_BY_GROUP_SIZE_TWICE)[0] == [2, 2, 2]
+
+
+Issued = list[tuple[str, int, int]]
+
+
+class Recorder:
+    """What one rank issues: which collective, of which element, and how many."""
+
+    hosted = (0,)
+
+    def __init__(self) -> None:
+        self.issued: Issued = []
+
+    def reduce_scatter(self, members: Members, buckets: Mapping[int, torch.Tensor]) -> None:
+        self.issued.append(("reduce_scatter", buckets[0].storage_offset(), buckets[0].numel()))
+
+    def start_reduce_scatter(self, members: Members, buckets: Mapping[int, torch.Tensor]) -> Pending:
+        self.reduce_scatter(members, buckets)
+        return Finished()
+
+    def all_gather(self, members: Members, buckets: Mapping[int, torch.Tensor]) -> None:
+        self.issued.append(("all_gather", buckets[0].storage_offset(), buckets[0].numel()))
+
+
+def issued_by(fault: FaultName, pp: int, model: ModelSpec, at: Where = (RankPhase.DP_SYNC, 0)) -> Issued:
+    """What rank 0 of two replicas issues of a sync of its layout's buckets, one after the other."""
+    links = Recorder()
+    mesh = Mesh(2, pp)
+    spec = TrialSpec(
+        ProbeName.EXACT, OrderingName.OWN_BUCKET, mesh, model, BatchSpec(1, 2), drill=Drill(fault, world_rank=0)
+    )
+    strike = arm(Victim(spec, mesh.coordinates(0), lambda: at, cast("ProcessGroups", links)), "node")
+    strike.before_forward()
+    communicator = strike.around_communicator(cast("ProcessGroups", links))
+    layout = stage_layout(spec, 0)
+    buffer = torch.ones(layout.buffer_numel)
+    for bucket in layout.buckets:
+        communicator.start_reduce_scatter((0, 1), {0: buffer[bucket.offset : bucket.offset + bucket.numel]}).wait()
+    assert strike.has_struck is (at == (RankPhase.DP_SYNC, 0))
+    return links.issued
+
+
+TWINS = ModelSpec(vocab_size=17, hidden_size=32, num_layers=2, num_heads=4, seq_len=16)
+
+
+def test_two_buckets_of_one_size_change_places_and_a_lone_one_lets_a_gather_of_its_size_by() -> None:
+    fault = FaultName.COLLECTIVES_REORDERED
+    assert issued_by(fault, 2, TWINS) == [("reduce_scatter", 640, 640), ("reduce_scatter", 0, 640)]
+    unlike = issued_by(fault, 2, replace(TWINS, vocab_size=64))
+    assert unlike == [("all_gather", 0, 640), ("reduce_scatter", 0, 640), ("reduce_scatter", 640, 2048)]
+    (gather, first_sent, gathered), (reduce_scatter, first_summed, summed) = issued_by(fault, 1, TWINS)
+    assert (gather, reduce_scatter, first_sent, first_summed) == ("all_gather", "reduce_scatter", 0, 0)
+    assert gathered == summed
+
+
+def test_only_the_first_bucket_is_cut_short_and_only_in_its_step() -> None:
+    fault = FaultName.SIZES_UNEQUAL
+    assert issued_by(fault, 2, TWINS) == [("reduce_scatter", 0, 638), ("reduce_scatter", 640, 640)]
+    whole = [("reduce_scatter", 0, 640), ("reduce_scatter", 640, 640)]
+    for name in (fault, FaultName.COLLECTIVES_REORDERED):
+        assert issued_by(name, 2, TWINS, at=(RankPhase.DP_SYNC, 1)) == whole
+        assert issued_by(name, 2, TWINS, at=(RankPhase.TIE, 0)) == whole
