@@ -121,6 +121,11 @@ def _does_not_fit(name: FaultName, differs_in: str, how: str) -> Fault:
     return Fault(name, how, Outcome.ERROR, phase=_DP, differs_in=differs_in)
 
 
+def _kills(name: FaultName, how: str) -> Fault:
+    """No phase: a rank that is killed says nothing, and the others notice at whichever collective they need it next."""
+    return Fault(name, how, Outcome.ERROR)
+
+
 def _in_tie(name: FaultName, summary: str, names_rank: bool = True) -> Fault:
     return Fault(name, summary, Outcome.FAIL, _SYNC, _TIE, Place.TIED, names_rank, in_tie=True)
 
@@ -151,10 +156,9 @@ _ENTRIES = (
     _breaks(FaultName.RAISE_BEFORE, f"Raises before {_IN_SYNC}."),
     _breaks(FaultName.RAISE_IN, f"Raises with {_IN_SYNC} issued and not yet waited for."),
     _breaks(FaultName.RAISE_AFTER, f"Raises after {_IN_SYNC}."),
-    _breaks(FaultName.KILL_BEFORE, f"Is killed before {_IN_SYNC}."),
-    # What was issued may complete without it: then the others notice at a later collective, whichever it is.
-    Fault(FaultName.KILL_IN, f"Is killed with {_IN_SYNC} issued and not yet waited for.", Outcome.ERROR),
-    _breaks(FaultName.KILL_AFTER, f"Is killed after {_IN_SYNC}."),
+    _kills(FaultName.KILL_BEFORE, f"Is killed before {_IN_SYNC}."),
+    _kills(FaultName.KILL_IN, f"Is killed with {_IN_SYNC} issued and not yet waited for."),
+    _kills(FaultName.KILL_AFTER, f"Is killed after {_IN_SYNC}."),
     _does_not_fit(
         FaultName.COLLECTIVES_REORDERED, "order", "It issues two collectives of one shape in the other order."
     ),
