@@ -277,6 +277,10 @@ class TrialSpec:
     stack: str = REFERENCE_STACK
     """Whose code synchronises; any other than the reference goes with `ForeignOrdering.STACK`."""
 
+    def is_replayable(self, step: int) -> bool:
+        """Whether one process knows the weights of this step: gpt's later ones depend on the run under test."""
+        return step == 0 or self.probe is ProbeName.EXACT
+
 
 class DeviationKind(StrEnum):
     """What happened to elements that are not what they should be."""

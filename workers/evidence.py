@@ -250,13 +250,8 @@ def unjudged_norms(evidence: Evidence) -> Iterator[tuple[int, int]]:
     compared = {(report.trial_index, report.step) for report, norm in norms(evidence) if norm.reference is not None}
     silent = {(report.trial_index, report.step) for report in evidence.reports if report.grad_norm is None}
     for index, step in _steps(evidence.specs):
-        if (index, step) in silent or (is_replay_due(evidence.spec, step) and (index, step) not in compared):
+        if (index, step) in silent or (evidence.spec.is_replayable(step) and (index, step) not in compared):
             yield index, step
-
-
-def is_replay_due(spec: TrialSpec, step: int) -> bool:
-    """Whether one process knows the weights of this step: gpt's later ones depend on the run under test."""
-    return step == 0 or spec.probe is ProbeName.EXACT
 
 
 def unreplayed(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
@@ -266,7 +261,7 @@ def unreplayed(evidence: Evidence) -> Iterator[tuple[StepReport, str]]:
     parameters are a single process's own.
     """
     for report in evidence.reports:
-        if not is_replay_due(evidence.spec, report.step):
+        if not evidence.spec.is_replayable(report.step):
             continue
         for row in report.divergence:
             if row.owned_elements and row.reference_max_abs_error is None:

@@ -8,7 +8,6 @@ added in float64, so that the only error worth bounding is that of the gradients
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from workers.divergence import DOUBLE_ROUNDOFF, rounding_bound
 from workers.faults import data_of
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
+from workers.memo import Memo
 from workers.mesh import Members, dp_members, model_members, world_members
 from workers.parameters import OUTPUT_LAYER, Cut, cut_of
 from workers.reference import replay_gradient
@@ -111,7 +111,7 @@ class NormReferences:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: OrderedDict[tuple[TrialSpec, int], NormReference] = OrderedDict()
+        self._known: Memo[tuple[TrialSpec, int], NormReference] = Memo(MAX_CACHED_REFERENCES)
 
     def __call__(
         self, spec: TrialSpec, step: int, at: Coordinates, communicator: ProcessGroups
@@ -120,15 +120,10 @@ class NormReferences:
 
         Collective over the first stage's replicas: each replays the next one's batch, nobody vouches for himself.
         """
-        if at.pp_rank != 0 or (spec.probe is ProbeName.GPT and step > 0):
+        if at.pp_rank != 0 or not spec.is_replayable(step):
             return None
-        key = (data_of(spec), step)
-        if key not in self._known:
-            if len(self._known) >= MAX_CACHED_REFERENCES:
-                self._known.popitem(last=False)
-            self._known[key] = compute_reference(spec, step, at, communicator, self._device)
-        self._known.move_to_end(key)
-        return self._known[key]
+        compute = lambda: compute_reference(spec, step, at, communicator, self._device)  # noqa: E731
+        return self._known.recall((data_of(spec), step), compute)
 
 
 def compute_reference(

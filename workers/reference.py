@@ -198,7 +198,7 @@ def _uncut_stages(spec: TrialSpec, step: int, device: torch.device, dtype: torch
 
 
 def _refuse_unknown_weights(spec: TrialSpec, step: int) -> None:
-    if spec.probe is ProbeName.GPT and step != 0:
+    if not spec.is_replayable(step):
         raise SpecError(
             f"step {step} of a gpt trial cannot be replayed: only initial weights are known; ask for step 0"
         )

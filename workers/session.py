@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,40 +18,23 @@ from workers.checks.collectives import SWEEP_SIZES, WARM_SIZES, check_collective
 from workers.checks.fingerprint import node_name, read_fingerprint
 from workers.contract import (
     CollectiveRow,
-    Coordinates,
     Device,
-    End,
     Fingerprint,
     Mesh,
     Position,
-    ProbeName,
     RankFailure,
     RankPhase,
     StepReport,
     TrialSpec,
 )
 from workers.errors import CollectiveError, SpecError, WorkerError
-from workers.exchange import Replay
-from workers.faults import data_of
 from workers.grad_norm import NormReferences
 from workers.mesh import MeshGroups
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_sequence_parallel, sequence_parallel_parameters
 from workers.phase_clock import PhaseClock
-from workers.reference import (
-    exact_row_bias_gradient,
-    replay_cut_gradients,
-    replay_inner_gradients,
-    replay_layernorm_gradients,
-    replay_tied_gradients,
-    signed_tied_gradients,
-)
+from workers.replays import ReplayMemo
 from workers.step import RankTrial
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
 MAX_CACHED_MESHES = 4
-MAX_CACHED_REPLAYS = 8
 DEFAULT_TIMEOUT_S = 60.0
 _COLLATERAL_SIGNS = (
     "connection closed",
@@ -212,128 +194,6 @@ class RankSession:
             self._groups[mesh] = MeshGroups(mesh, self.world_rank, self._timeout_s)
         self._groups.move_to_end(mesh)
         return self._groups[mesh]
-
-
-class ReplayMemo:
-    """Single-process replays, remembered: the orderings of one request share their data and so their truth."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: OrderedDict[tuple[TrialSpec, int, int, int], tuple[Replay, Replay]] = OrderedDict()
-        self._layernorms: OrderedDict[tuple[TrialSpec, int, Coordinates], Replay] = OrderedDict()
-        self._inner: OrderedDict[tuple[TrialSpec, int, int, tuple[int, ...], int], Replay] = OrderedDict()
-
-    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End, tp_rank: int = 0) -> Replay | None:
-        """A contribution's replay; None for gpt after its first step, whose weights depend on the run under test."""
-        if spec.probe is ProbeName.GPT and step > 0:
-            return None
-        key = (data_of(spec), step, dp_rank, tp_rank)
-        compute = lambda: compute_replays(spec, step, dp_rank, self._device, tp_rank)  # noqa: E731
-        return _remembered(self._known, key, compute)[0 if end is End.WTE else 1]
-
-    def layernorms(self, spec: TrialSpec, step: int, at: Coordinates) -> Replay | None:
-        """A rank's part of its layernorms' gradients, as `sequence_parallel_parameters`, flat; None as above."""
-        if spec.probe is ProbeName.GPT and step > 0:
-            return None
-        key = (data_of(spec), step, at)
-        return _remembered(self._layernorms, key, lambda: compute_layernorm_replay(spec, step, at, self._device))
-
-    def inner(
-        self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], tp_rank: int = 0
-    ) -> Replay | None:
-        """The replay of some stages' other parameters, flat and as registered; None for gpt after its first step."""
-        if spec.probe is ProbeName.GPT and step > 0:
-            return None
-        key = (data_of(spec), step, dp_rank, stages, tp_rank)
-        compute = lambda: compute_inner_replay(spec, step, dp_rank, stages, self._device, tp_rank)  # noqa: E731
-        return _remembered(self._inner, key, compute)
-
-
-def _remembered(known: OrderedDict[_Key, _Value], key: _Key, compute: Callable[[], _Value]) -> _Value:
-    if key not in known:
-        if len(known) >= MAX_CACHED_REPLAYS:
-            known.popitem(last=False)
-        known[key] = compute()
-    known.move_to_end(key)
-    return known[key]
-
-
-def compute_replays(
-    spec: TrialSpec, step: int, dp_rank: int, device: torch.device, tp_rank: int = 0
-) -> tuple[Replay, Replay]:
-    """(wte, lm_head) contributions of one dp rank, computed by this process alone, each with its floor."""
-    if spec.probe is ProbeName.EXACT:
-        exact = signed_tied_gradients(spec, step, dp_rank, tp_rank)
-        wte = Replay(exact.wte_P.to(device, torch.float32), 0.0)
-        return wte, wte if exact.lm_head_P is None else Replay(exact.lm_head_P.to(device, torch.float32), 0.0)
-    replayed = replay_tied_gradients(spec, step, dp_rank, device, tp_rank=tp_rank)
-    precise = replay_tied_gradients(spec, step, dp_rank, device, dtype=torch.float64, tp_rank=tp_rank)
-    # A cut model takes its inner sums in another order; what that rounds away must not look like a fault.
-    cut = replay_cut_gradients(spec, step, dp_rank, device) if spec.mesh.tp > 1 else None
-    wte = Replay(replayed.wte_P, _distance(replayed.wte_P, precise.wte_P))
-    if cut is not None:
-        cut_wte_P = cut[0][tp_rank][WORD_EMBEDDINGS]
-        wte = Replay(wte.grad_P, max(wte.floor, _distance(cut_wte_P, precise.wte_P)))
-    if replayed.lm_head_P is None or precise.lm_head_P is None:
-        return wte, wte
-    floor = _distance(replayed.lm_head_P, precise.lm_head_P)
-    if cut is not None:
-        floor = max(floor, _distance(cut[-1][tp_rank][OUTPUT_LAYER], precise.lm_head_P))
-    return wte, Replay(replayed.lm_head_P, floor)
-
-
-def compute_layernorm_replay(spec: TrialSpec, step: int, at: Coordinates, device: torch.device) -> Replay:
-    """A rank's part of its layernorms' gradients, computed by this process alone, with its floor.
-
-    A model in one piece has whole gradients only: gpt's floor is how far the sum of all tp ranks' parts is from it.
-    """
-    stages = spec.mesh.stages(at.pp_rank)
-    held = [(stage, parameter.name) for stage in stages for parameter in sequence_parallel_parameters(spec, stage)]
-    if spec.probe is ProbeName.EXACT:
-        bias_P = exact_row_bias_gradient(spec, step, at.dp_rank, at.tp_rank)
-        return Replay(bias_P.repeat(len(held)).to(device, torch.float32), 0.0)
-    cut = replay_cut_gradients(spec, step, at.dp_rank, device)
-    by_tp_rank = [torch.cat([cut[stage][tp_rank][name] for stage, name in held]) for tp_rank in range(spec.mesh.tp)]
-    precise_N = replay_layernorm_gradients(spec, step, at.dp_rank, stages, device, torch.float64)
-    return Replay(by_tp_rank[at.tp_rank], _distance(torch.stack(by_tp_rank).sum(dim=0), precise_N))
-
-
-def compute_inner_replay(
-    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device, tp_rank: int = 0
-) -> Replay:
-    """One dp rank's contribution to some stages' parameters other than the tied weight, with its floor.
-
-    Of a cut model it is the part of `tp_rank`, without what the tensor-parallel ranks sum.
-    """
-    if spec.mesh.tp > 1:
-        return _compute_cut_replay(spec, step, dp_rank, stages, device, tp_rank)
-    precise = replay_inner_gradients(spec, step, dp_rank, stages, device, dtype=torch.float64)
-    if spec.probe is ProbeName.EXACT:
-        return Replay(precise.float(), 0.0)
-    replayed = replay_inner_gradients(spec, step, dp_rank, stages, device)
-    return Replay(replayed, _distance(replayed, precise))
-
-
-def _compute_cut_replay(
-    spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], device: torch.device, tp_rank: int
-) -> Replay:
-    def flat(dtype: torch.dtype | None) -> torch.Tensor:
-        cut = replay_cut_gradients(spec, step, dp_rank, device, dtype)
-        named = [pair for stage in stages for pair in cut[stage][tp_rank].items()]
-        inner = [
-            g for name, g in named if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER) and not is_sequence_parallel(name)
-        ]
-        return torch.cat(inner) if inner else torch.zeros(0, device=device)
-
-    precise_N = flat(torch.float64)
-    if spec.probe is ProbeName.EXACT:
-        return Replay(precise_N.float(), 0.0)
-    replayed_N = flat(None)
-    return Replay(replayed_N, _distance(replayed_N, precise_N))
-
-
-def _distance(a_P: torch.Tensor, b_P: torch.Tensor) -> float:
-    return float((a_P.double() - b_P).abs().max()) if a_P.numel() else 0.0
 
 
 def failure_of(error: Exception, position: Position, node: str) -> RankFailure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from workers.contract import (
     ComputeSettings,
     Coordinates,
     DivergenceRow,
-    End,
     NonfiniteRow,
     Normalization,
     NormRow,
@@ -42,7 +40,7 @@ from workers.contract import (
 )
 from workers.contributions import MeanOfMeans, TiedSync
 from workers.divergence import judge_end
-from workers.exchange import Answer, Expectation, Holding, Replay
+from workers.exchange import Answer, Expectation, Holding
 from workers.foreign import ForeignStack
 from workers.grad_buffer import select
 from workers.grad_norm import BLOCK_ELEMENTS, GradNorm, NormReferences
@@ -62,6 +60,7 @@ from workers.pipeline import Pipeline
 from workers.prediction import stage_layout, trial_early, trial_exposed, trial_misowned
 from workers.rank_code import rank_code, sign_gradients
 from workers.reference import signed_tied_sum
+from workers.replays import ReplaySource
 from workers.stacks.protocol import Stack, StackContext
 from workers.stacks.reference import ReferenceStack
 from workers.strikes.arsenal import arm
@@ -73,21 +72,6 @@ _COMPUTING = (RankPhase.DP_SYNC, RankPhase.LAYERNORM, RankPhase.TIE, RankPhase.N
 
 MAX_ANSWER_ELEMENTS = 1 << 26
 """Elements times dp ranks up to which an owner computes everybody's integers to find whose sum it holds (seconds)."""
-
-
-class ReplaySource(Protocol):
-    """Contributions as a single process computes them; None where the weights are not known."""
-
-    def __call__(self, spec: TrialSpec, step: int, dp_rank: int, end: End, tp_rank: int = 0) -> Replay | None:
-        """What `dp_rank` contributes to one end of a tp rank's part of the tied weight."""
-
-    def layernorms(self, spec: TrialSpec, step: int, at: Coordinates) -> Replay | None:
-        """What a rank contributes to its layernorms, of which each tp rank has a partial gradient."""
-
-    def inner(
-        self, spec: TrialSpec, step: int, dp_rank: int, stages: tuple[int, ...], tp_rank: int = 0
-    ) -> Replay | None:
-        """What `dp_rank` contributes to every other parameter of some stages, flat and as registered."""
 
 
 class RankTrial:

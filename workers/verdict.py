@@ -36,7 +36,6 @@ from workers.evidence import (
     deviations,
     disagreements,
     elements_due,
-    is_replay_due,
     nonfinite,
     norm_breaches,
     norm_disagreements,
@@ -407,7 +406,7 @@ def _turns(gathered: Sequence[Evidence]) -> str:
 def _unreferenced(gathered: Sequence[Evidence]) -> str:
     """What was held against no single-process run, since there can be none."""
     specs = [evidence.spec for evidence in gathered]
-    later = next((spec for spec in specs if not is_replay_due(spec, spec.steps - 1)), None)
+    later = next((spec for spec in specs if not spec.is_replayable(spec.steps - 1)), None)
     told = f"; of gpt's {later.steps} steps the first alone was held against a single process" if later else ""
     if any(evidence.is_virtual for evidence in gathered):
         told += "; on virtual ranks only the tied weight was held against a second run, and no weight was updated"

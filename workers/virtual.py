@@ -43,7 +43,7 @@ from workers.orderings import ordering_of
 from workers.parameters import tied_parameter_name
 from workers.prediction import stage_layout
 from workers.reference import signed_tied_sum
-from workers.session import compute_replays
+from workers.replays import compute_replays
 from workers.step import MAX_ANSWER_ELEMENTS, expect
 from workers.virtual_norm import measure_norms, sum_replicas
 from workers.virtual_parameters import judge_parameters

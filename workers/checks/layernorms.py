@@ -11,7 +11,6 @@ Shape legend: N = elements of these parameters, of all chunks of a rank, one aft
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,8 @@ from workers.orderings import SyncPhase, ordering_of
 from workers.padding import valid_tokens
 from workers.parameters import is_sequence_parallel, sequence_parallel_parameters
 from workers.prediction import layernorm_exposed, stage_layout
+from workers.replays import ReplaySource
 from workers.stacks.protocol import Stack
-
-if TYPE_CHECKING:
-    from workers.step import ReplaySource
 
 
 class LayernormJudge:

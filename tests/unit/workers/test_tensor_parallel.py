@@ -27,7 +27,7 @@ from workers.reference import (
     replay_cut_gradients,
     replay_gradient,
 )
-from workers.session import compute_layernorm_replay, compute_replays
+from workers.replays import compute_layernorm_replay, compute_replays
 from workers.tensor_parallel import together
 
 CPU = torch.device("cpu")
