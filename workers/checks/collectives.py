@@ -30,8 +30,11 @@ from workers.mesh import (
     all_members,
     dp_members,
     ends_members,
+    model_members,
     pp_members,
+    stage_members,
     tie_members,
+    tp_members,
     world_members,
 )
 from workers.rank_code import RankCode
@@ -71,9 +74,7 @@ def check_collectives(
     # Most of the sweep's time, and the same for all cases.
     terms = cache(message_terms)
     return tuple(
-        _Case(primitive, op, names.get(members, "other"), members, communicator, groups[members], device, terms).run(
-            sizes
-        )
+        _Case(primitive, op, names[members], members, communicator, groups[members], device, terms).run(sizes)
         for members in all_members(mesh)
         if at.world_rank in members and len(members) > 1
         for primitive, op in CASES
@@ -83,12 +84,18 @@ def check_collectives(
 def group_names(mesh: Mesh, at: Coordinates) -> dict[Members, str]:
     """What a rank's groups are for; a group that serves several ends has all their names. The same on all members."""
     named = {
-        "dp": dp_members(mesh, at.pp_rank),
-        "pp": pp_members(mesh, at.dp_rank),
-        "tie": tie_members(mesh, at.dp_rank),
-        "ends": ends_members(mesh),
+        "dp": dp_members(mesh, at.pp_rank, at.tp_rank),
+        "pp": pp_members(mesh, at.dp_rank, at.tp_rank),
+        "tie": tie_members(mesh, at.dp_rank, at.tp_rank),
+        "ends": ends_members(mesh, at.tp_rank),
         "world": world_members(mesh),
     }
+    if mesh.tp > 1:
+        named |= {
+            "tp": tp_members(mesh, at.dp_rank, at.pp_rank),
+            "stage": stage_members(mesh, at.pp_rank),
+            "model": model_members(mesh, at.dp_rank),
+        }
     names: dict[Members, str] = {}
     for name, members in named.items():
         names[members] = f"{names[members]}+{name}" if members in names else name
