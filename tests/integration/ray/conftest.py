@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,21 @@ def ray_address(ray_environment: None) -> Iterator[str]:
     )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+
+
+@contextmanager
+def cluster_of(num_cpus: Mapping[str, int]) -> Iterator[Any]:
+    """A Ray of several nodes on this machine, by their operator's names; the first is the head."""
+    from ray.cluster_utils import Cluster
+
+    (head, head_cpus), *others = num_cpus.items()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": head_cpus, "labels": {"gradgate.node": head}})
+    try:
+        for name, cpus in others:
+            cluster.add_node(num_cpus=cpus, labels={"gradgate.node": name})
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 @dataclass(slots=True)

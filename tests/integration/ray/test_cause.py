@@ -15,7 +15,7 @@ from workers.contract import Device, Reason, Verdict
 from workers.faults import is_struck
 from workers.plan import trials
 
-from .conftest import Service, driver_process, serve
+from .conftest import Service, cluster_of, driver_process, serve
 
 FAULT = "bit_flipped_in_receive_buffer"
 WRONG = {"subject_diverged", "parameter_diverged"}
@@ -27,13 +27,8 @@ TIMEOUT_S = 300.0
 
 @pytest.fixture(scope="module")
 def cluster(ray_environment: None) -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "labels": {"gradgate.node": "node-a"}})
-    cluster.add_node(num_cpus=2, labels={"gradgate.node": "node-b"})
-    cluster.add_node(num_cpus=2, labels={"gradgate.node": "node-c"})
-    yield cluster
-    cluster.shutdown()
+    with cluster_of({"node-a": 3, "node-b": 2, "node-c": 2}) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

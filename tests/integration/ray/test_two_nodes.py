@@ -9,19 +9,15 @@ import pytest
 
 from service.domain.validation import State
 
-from .conftest import Service, serve
+from .conftest import Service, cluster_of, serve
 
 TWO_BY_TWO = {"probes": ["exact"], "orderings": ["fixed", "buggy"], "steps": 1}
 
 
 @pytest.fixture(scope="module")
 def cluster(ray_environment: None) -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "labels": {"gradgate.node": "node-a"}})
-    cluster.add_node(num_cpus=2, labels={"gradgate.node": "node-b"})
-    yield cluster
-    cluster.shutdown()
+    with cluster_of({"node-a": 3, "node-b": 2}) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
