@@ -6,11 +6,11 @@ and local gradients are those that our own hooks saw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
 
+from workers.checks.named import name_parameters
 from workers.checks.ownership import gather_claims, is_replicated
 from workers.checks.stack_audit import StackAudit
 from workers.communicator import ProcessGroups
@@ -45,7 +45,7 @@ class ForeignStack:
             self.stack,
             origin,
             local,
-            _named_parameters(context.modules),
+            name_parameters(context.modules),
             context.tied,
             context.mesh,
             context.at,
@@ -84,12 +84,3 @@ class ForeignStack:
     def conclude(self) -> StackRow:
         """How every parameter of this rank fared, once the stack has stepped. Collective over the dp replicas."""
         return self._audit.conclude()
-
-
-def _named_parameters(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """All chunks' parameters by name; with several chunks the name begins with the chunk's number."""
-    return {
-        f"chunk{chunk}.{name}" if len(modules) > 1 else name: parameter
-        for chunk, module in enumerate(modules)
-        for name, parameter in module.named_parameters()
-    }

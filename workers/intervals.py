@@ -79,6 +79,19 @@ def shift(a: Intervals, offset: int) -> Intervals:
     return tuple(Interval(interval.start + offset, interval.stop + offset) for interval in a)
 
 
+def lay_end_to_end(parts: Iterable[tuple[int, Intervals]]) -> Intervals:
+    """Sets of elements of several things as one set over all of them, laid one after another.
+
+    `parts` are each thing's number of elements and the set of them.
+    """
+    laid: list[Interval] = []
+    offset = 0
+    for size, intervals in parts:
+        laid.extend(shift(intervals, offset))
+        offset += size
+    return normalize(laid)
+
+
 def pieces(intervals: Intervals, max_elements: int) -> list[Intervals]:
     """The set cut, in order, into parts of `max_elements` elements each (the last may have fewer).
 

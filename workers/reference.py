@@ -9,8 +9,9 @@ model, all its parts in this process. Must not communicate and must not look at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -164,14 +165,8 @@ def replay_cut_gradients(
     if dtype is not None:
         stages = [[module.to(dtype) for module in modules] for modules in stages]
     parameters = [parameter for modules in stages for module in modules for parameter in module.parameters()]
-    sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in parameters]
-    batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
-    for tokens, targets in zip(*batches, strict=True):
-        losses = _cut_losses(spec, shards, stages, tokens, targets)
-        for total, gradient in zip(sums, torch.autograd.grad(losses, parameters), strict=True):
-            total.add_(gradient)
-    flat = iter(total.flatten() for total in sums)
+    losses = partial(_cut_losses, spec, shards, stages)
+    flat = iter(total.flatten() for total in _add_up(spec, step, dp_rank, device, losses, parameters))
     return [[{name: next(flat) for name, _ in module.named_parameters()} for module in modules] for modules in stages]
 
 
@@ -212,14 +207,27 @@ def _accumulate(
     stages: Sequence[nn.Module],
     parameters: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """One dp rank's gradients of `parameters`, added up microbatch by microbatch in float32, or float64 for such."""
+    """One dp rank's gradients of `parameters` of the model in one piece, in their shapes."""
+    loss_function = microbatch_loss(spec)
+    losses = lambda tokens, targets: [loss_function(_forward(stages, tokens), targets)]  # noqa: E731
+    return _add_up(spec, step, dp_rank, device, losses, parameters)
+
+
+def _add_up(
+    spec: TrialSpec,
+    step: int,
+    dp_rank: int,
+    device: torch.device,
+    losses: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]],
+    parameters: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Gradients of the losses of (tokens, targets), added up by microbatch in float32, or float64 for such weights."""
     sum_dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
     sums = [torch.zeros_like(parameter, dtype=sum_dtype) for parameter in parameters]
-    loss_function = microbatch_loss(spec)
     batches = (batch.chunk(spec.batch.num_microbatches) for batch in microbatches(spec, step, dp_rank, device))
     for tokens, targets in zip(*batches, strict=True):
-        loss = loss_function(_forward(stages, tokens), targets)
-        for total, gradient in zip(sums, torch.autograd.grad(loss, list(parameters)), strict=True):
+        gradients = torch.autograd.grad(losses(tokens, targets), list(parameters))
+        for total, gradient in zip(sums, gradients, strict=True):
             total.add_(gradient)
     return sums
 

@@ -19,7 +19,7 @@ from workers.contract import ParametersRow, Phase, TrialSpec
 from workers.divergence import judge_pieces
 from workers.exchange import Piece, cut_pieces
 from workers.grad_buffer import GradBuffer, select
-from workers.intervals import Interval, Intervals, normalize, shift
+from workers.intervals import Interval, Intervals, lay_end_to_end
 from workers.mesh import Members, dp_members
 from workers.orderings import ordering_of
 from workers.parameters import tied_parameter_name
@@ -89,15 +89,11 @@ def _judge(
 
 
 def _owned(spec: TrialSpec, judged: Sequence[_Judged], chunks: Sequence[GradBuffer], dp_rank: int) -> Intervals:
-    owned: list[Interval] = []
-    offset = 0
-    for each in judged:
-        mine: Intervals = (Interval(0, each.numel),)
-        if ordering_of(spec).distributed_optimizer:
-            mine = chunks[each.chunk].layout.owned_intervals(each.name, dp_rank)
-        owned.extend(shift(mine, offset))
-        offset += each.numel
-    return normalize(owned)
+    if not ordering_of(spec).distributed_optimizer:
+        return (Interval(0, sum(each.numel for each in judged)),)
+    return lay_end_to_end(
+        (each.numel, chunks[each.chunk].layout.owned_intervals(each.name, dp_rank)) for each in judged
+    )
 
 
 def _piece(wanted: Intervals, local_DN: Tensor, held_N: Tensor) -> Piece:

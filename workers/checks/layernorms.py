@@ -10,7 +10,7 @@ Shape legend: N = elements of these parameters, of all chunks of a rank, one aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from workers.contract import Coordinates, DivergenceRow, Mesh, TrialSpec
 from workers.contributions import LayernormSync
 from workers.divergence import judge_end
 from workers.exchange import Expectation, Holding
-from workers.grad_sync import prescale_of, scale_of, token_divisor
-from workers.intervals import Interval, Intervals, normalize, shift
+from workers.grad_sync import mean_factors, scale_of
+from workers.intervals import Interval, Intervals, lay_end_to_end
 from workers.mesh import stage_members
 from workers.orderings import SyncPhase, ordering_of
-from workers.padding import valid_tokens
 from workers.parameters import is_sequence_parallel, sequence_parallel_parameters
 from workers.prediction import layernorm_exposed, stage_layout
 from workers.replays import ReplaySource
@@ -86,40 +85,27 @@ def _sync(spec: TrialSpec, pp_rank: int) -> LayernormSync | None:
     if not layernorm_exposed(spec):
         return None
     ordering, dp, tp = ordering_of(spec), spec.mesh.dp, spec.mesh.tp
-    if ordering.averages_means:
-        tokens = valid_tokens(spec)
-        factors = tuple(prescale_of(spec).factor / token_divisor(spec.probe, num_tokens) for num_tokens in tokens)
-    else:
-        factors = (scale_of(spec).factor,) * dp
+    factors = mean_factors(spec) if ordering.averages_means else (scale_of(spec).factor,) * dp
     own = others = 1.0
     if SyncPhase.LAYERNORM_AVERAGE in ordering.phases:
         own = others = 1.0 / tp
     elif SyncPhase.LAYERNORM_ALL_REDUCE not in ordering.phases:
         others = 0.0
-    return LayernormSync((Interval(0, _placed(spec, pp_rank)[-1][1].stop),), factors, own, others, tp)
+    everything = (Interval(0, _num_elements(spec, pp_rank)),)
+    return LayernormSync(everything, factors, own, others, tp)
 
 
 def _owned(spec: TrialSpec, pp_rank: int, dp_rank: int) -> Intervals:
     """What a dp rank owns, in flat coordinates."""
-    placed = _placed(spec, pp_rank)
     if not ordering_of(spec).distributed_optimizer:
-        return (Interval(0, placed[-1][1].stop),)
-    layouts = {stage: stage_layout(spec, stage) for stage in spec.mesh.stages(pp_rank)}
-    return normalize(
-        part
-        for (stage, name), place in placed
-        for part in shift(layouts[stage].owned_intervals(name, dp_rank), place.start)
+        return (Interval(0, _num_elements(spec, pp_rank)),)
+    return lay_end_to_end(
+        (parameter.numel, stage_layout(spec, stage).owned_intervals(parameter.name, dp_rank))
+        for stage in spec.mesh.stages(pp_rank)
+        for parameter in sequence_parallel_parameters(spec, stage)
     )
 
 
-def _placed(spec: TrialSpec, pp_rank: int) -> list[tuple[tuple[int, str], Interval]]:
-    """((stage, name), flat elements) of each judged parameter."""
-    return list(_place(spec, pp_rank))
-
-
-def _place(spec: TrialSpec, pp_rank: int) -> Iterator[tuple[tuple[int, str], Interval]]:
-    offset = 0
-    for stage in spec.mesh.stages(pp_rank):
-        for parameter in sequence_parallel_parameters(spec, stage):
-            yield (stage, parameter.name), Interval(offset, offset + parameter.numel)
-            offset += parameter.numel
+def _num_elements(spec: TrialSpec, pp_rank: int) -> int:
+    stages = spec.mesh.stages(pp_rank)
+    return sum(parameter.numel for stage in stages for parameter in sequence_parallel_parameters(spec, stage))

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from workers.checks.named import Named
+from workers.checks.ownership import gather_claims
 from workers.communicator import ProcessGroups
 from workers.contract import Coordinates, Mesh, ParameterElement, ParametersRow, Phase, ProbeName, TrialSpec
 from workers.contributions import EarlyScatter, MeanOfMeans
 from workers.divergence import EndJudgement, judge_end
 from workers.exchange import Expectation, Holding, Replay
 from workers.grad_sync import Prescale, mean_factors, prescale_of, scale_of
-from workers.intervals import Interval, Intervals, normalize, shift
+from workers.intervals import Interval, Intervals, lay_end_to_end
 from workers.mesh import Members, dp_members
 from workers.orderings import ordering_of
 from workers.parameters import is_sequence_parallel
@@ -108,7 +109,8 @@ class ParameterJudge:
         self._local_N: Tensor | None = None
         self._late_N: Tensor | None = None
         device = judged[0].parameter.device
-        owned = gather_owned(self._owned(), scene.members, scene.communicator, device)
+        gathered = gather_claims(scene.communicator, scene.members, [self._owned()], device)
+        owned = tuple(claim for (claim,) in gathered)
         self._expectation = stage_expectation(scene.spec.probe, scene.members, sync, owned)
 
     def remember(self, local_N: Tensor | None = None, late_N: Tensor | None = None) -> None:
@@ -137,12 +139,9 @@ class ParameterJudge:
 
     def _owned(self) -> Intervals:
         """This rank's elements in flat coordinates."""
-        owned: list[Interval] = []
-        offset = 0
-        for each in self._judged:
-            owned.extend(shift(self._scene.stack.owned(each.parameter), offset))
-            offset += each.parameter.numel()
-        return normalize(owned)
+        return lay_end_to_end(
+            (each.parameter.numel(), self._scene.stack.owned(each.parameter)) for each in self._judged
+        )
 
 
 def final_sync(spec: TrialSpec, num_elements: int) -> Sync:
@@ -214,17 +213,3 @@ def _element(sizes: Iterable[tuple[str, int]], index: int | None) -> ParameterEl
             return ParameterElement(name, index)
         index -= size
     raise IndexError(f"element {index} lies past the last parameter")
-
-
-def gather_owned(
-    mine: Intervals, members: Members, communicator: ProcessGroups, device: torch.device
-) -> tuple[Intervals, ...]:
-    """Every member's intervals, in group order. Collective over `members`."""
-    bounds = torch.tensor([[i.start, i.stop] for i in mine], dtype=torch.int64, device=device).flatten()
-    size = torch.tensor([bounds.numel()], dtype=torch.int64, device=device)
-    sizes = [int(received) for received in communicator.all_to_all(members, [size] * len(members), [1] * len(members))]
-    gathered = communicator.all_to_all(members, [bounds] * len(members), sizes)
-    return tuple(
-        tuple(Interval(start, stop) for start, stop in zip(flat[::2], flat[1::2], strict=True))
-        for flat in (received.tolist() for received in gathered)
-    )

@@ -11,12 +11,13 @@ owner owns; D = dp replicas; K = parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from workers.checks.named import Named
 from workers.checks.ownership import gather_claims, ownership_findings
 from workers.checks.replicas import digest
 from workers.communicator import ProcessGroups
@@ -25,7 +26,7 @@ from workers.divergence import rounding_bound
 from workers.exchange import PIECE_ELEMENTS, PIECE_TERMS
 from workers.grad_buffer import select
 from workers.grad_sync import Prescale
-from workers.intervals import Interval, Intervals, count, normalize, pieces, shift, subtract
+from workers.intervals import Interval, Intervals, count, lay_end_to_end, pieces, subtract
 from workers.local_gradients import LocalGradients
 from workers.mesh import dp_members
 from workers.stacks.protocol import Stack
@@ -42,7 +43,7 @@ class StackAudit:
         stack: Stack,
         origin: StackOrigin,
         local: LocalGradients,
-        named: Mapping[str, nn.Parameter],
+        named: Sequence[Named],
         tied: nn.Parameter | None,
         mesh: Mesh,
         at: Coordinates,
@@ -53,8 +54,8 @@ class StackAudit:
         self._stack = stack
         self._origin = origin
         self._local = local
-        self._names = tuple(named)
-        self._parameters = tuple(named.values())
+        self._names = tuple(each.name for each in named)
+        self._parameters = tuple(each.parameter for each in named)
         self._members = dp_members(mesh, at.pp_rank)
         self._at = at
         self._communicator = communicator
@@ -111,7 +112,7 @@ class StackAudit:
 
     def _flat(self, claims: Sequence[Intervals]) -> Intervals:
         """Claims by parameter as intervals of the flat tensor."""
-        return normalize(i for span, claim in zip(self._spans, claims, strict=True) for i in shift(claim, span.start))
+        return lay_end_to_end((span.size, claim) for span, claim in zip(self._spans, claims, strict=True))
 
     def _judge_gradients(self) -> Iterator[StackFinding]:
         """Every owned gradient against the float64 sum of what the replicas' backward passes gave."""

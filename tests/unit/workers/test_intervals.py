@@ -13,6 +13,7 @@ from workers.intervals import (
     Intervals,
     count,
     intersect,
+    lay_end_to_end,
     normalize,
     pieces,
     shift,
@@ -78,3 +79,9 @@ def test_huge_sets_cost_their_intervals_only() -> None:
     huge = (Interval(0, 10**15),)
     assert count(subtract(huge, (Interval(5, 10**14),))) == 10**15 - 10**14 + 5
     assert len(pieces(huge, 10**14)) == 10
+
+
+def test_things_laid_end_to_end_keep_their_elements_and_their_gaps() -> None:
+    parts = [(4, (Interval(1, 3),)), (2, ()), (3, (Interval(0, 3),)), (2, (Interval(0, 1),))]
+    assert lay_end_to_end(parts) == (Interval(1, 3), Interval(6, 10))
+    assert lay_end_to_end([]) == ()
