@@ -165,14 +165,19 @@ def _findings(evidence: Evidence) -> Iterator[_Finding]:
     yield from _stack_findings(evidence)
 
 
+def _found_by(evidence: Evidence, of_gpt: JudgeName) -> JudgeName:
+    """Whose finding it is: the exact probe has one judge of values, gpt has several."""
+    return JudgeName.EXACT if evidence.spec.probe is ProbeName.EXACT else of_gpt
+
+
 def _stack_findings(evidence: Evidence) -> Iterator[_Finding]:
     """What else a foreign stack got wrong: one reason for each kind, with the parameters that it hit."""
     found = list(stack_faults(evidence))
     for fault in StackFault:
         of_kind = [(report, finding) for report, finding in found if finding.fault is fault]
         if of_kind:
-            judge_name = JudgeName.EXACT if evidence.spec.probe is ProbeName.EXACT else JudgeName.SYNC
-            judge_name = JudgeName.REPLICAS if fault is StackFault.WEIGHTS_DIFFER else judge_name
+            of_gradients = _found_by(evidence, JudgeName.SYNC)
+            judge_name = JudgeName.REPLICAS if fault is StackFault.WEIGHTS_DIFFER else of_gradients
             report, first = of_kind[0]
             others = sorted({finding.parameter for _, finding in of_kind} - {first.parameter})
             also = f"; also {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}" if others else ""
@@ -182,37 +187,32 @@ def _stack_findings(evidence: Evidence) -> Iterator[_Finding]:
 
 def _parameter_findings(evidence: Evidence) -> Iterator[_Finding]:
     """What no ordering gets wrong: a rank's own gradients, and what the replicas of one stage add up."""
-    exact = evidence.spec.probe is ProbeName.EXACT
     deviating = sorted({world_rank for _, world_rank in deviations(evidence)})
     if deviating:
-        judge_name = JudgeName.EXACT if exact else JudgeName.REFERENCE
         message = f"before any collective, the gradients of world_ranks {deviating} are not those of a single process."
-        yield "local_gradient_wrong", judge_name, message
+        yield "local_gradient_wrong", _found_by(evidence, JudgeName.REFERENCE), message
     wrong = [(report, row) for report in evidence.reports for row in report.parameters if row.unexpected_elements]
     if wrong:
-        judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
         report, row = wrong[0]
         total = sum(row.unexpected_elements for _, row in wrong)
         name = row.first_unexpected.parameter if row.first_unexpected else "a parameter"
         message = f"{total} elements are not what the replicas' gradients add up to, first {name} {_at(report)}"
-        yield "parameter_diverged", judge_name, f"{message}, by up to {row.max_abs_error:.3e}."
+        yield "parameter_diverged", _found_by(evidence, JudgeName.SYNC), f"{message}, by up to {row.max_abs_error:.3e}."
     far = sum(row.reference_exceeded_elements for report in evidence.reports for row in report.parameters)
-    if far and not exact:
+    if far and evidence.spec.probe is not ProbeName.EXACT:
         message = f"{far} elements of parameters are further from the single-process run than rounding allows."
         yield "parameter_reference_exceeded", JudgeName.REFERENCE, message
 
 
 def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
-    exact = evidence.spec.probe is ProbeName.EXACT
     hit = [(report, row) for report, row in evidence.rows() if row.diverged_elements or row.unexpected_elements]
     if hit:
         report, row = max(hit, key=lambda pair: pair[1].diverged_elements)
         where = f"most {_at(report)}: {row.diverged_elements} of {row.owned_elements} elements of {row.end.value}"
         span = f"between elements {row.first_diverged} and {row.last_diverged}, by up to {row.max_abs_error:.3e}"
         total = max(evidence.total("diverged_elements"), evidence.total("unexpected_elements"))
-        judge_name = JudgeName.EXACT if exact else JudgeName.SYNC
         message = f"{total} elements are wrong, {where}, {span}{_told(report, row)}"
-        yield "subject_diverged", judge_name, f"{message}."
+        yield "subject_diverged", _found_by(evidence, JudgeName.SYNC), f"{message}."
     exceeded = sum(tied.exceeded_elements for tied in evidence.ties())
     if exceeded:
         message = f"{exceeded} elements differ between the two ends by more than rounding allows"
@@ -227,7 +227,7 @@ def _subject_findings(evidence: Evidence) -> Iterator[_Finding]:
     if far:
         report, row = max(evidence.rows(), key=lambda pair: pair[1].reference_exceeded_elements)
         message = f"{far} elements are further from the single-process run than rounding allows{_told(report, row)}"
-        yield "reference_exceeded", JudgeName.EXACT if exact else JudgeName.REFERENCE, f"{message}."
+        yield "reference_exceeded", _found_by(evidence, JudgeName.REFERENCE), f"{message}."
 
 
 def _norm_findings(evidence: Evidence) -> Iterator[_Finding]:
