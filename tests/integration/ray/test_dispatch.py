@@ -70,12 +70,13 @@ async def test_a_mesh_that_can_never_fit_says_needs_and_has(service: Service) ->
 async def test_a_mesh_that_does_not_fit_now_waits_until_its_deadline(service: Service) -> None:
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    # A cancelled gang leaves nothing idle behind it, so that what it held goes to whoever waits: the others.
+    holder = await service.submit(LONG | {"mesh": {"dp": NUM_CPUS, "pp": 1}})
+    await service.step_reached(holder)
     others = placement_group([{"CPU": NUM_CPUS}])
-    try:
-        await eventually(lambda: free_cpus() == 0, 20)  # idle gangs are no obstacle for long
-    except AssertionError:
-        await service.validate(SMALL | {"mesh": {"dp": 6, "pp": 1}, "deadline_s": 1})
-        await eventually(lambda: free_cpus() == 0, 20)
+    async with service.database.transaction() as connection:
+        await validations.request_cancel(connection, holder)
+    assert await asyncio.to_thread(others.wait, 20)
     try:
         validation = await service.validate({"deadline_s": 2})
     finally:
