@@ -28,13 +28,16 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
-CPU_LIMIT_S = 120
+CPU_LIMIT_S = 60
 """Of one run of the narrow tests: a broken loop ends here, however busy the machine is."""
+MEMORY_LIMIT_BYTES = 6 * 2**30
+"""Of address space: a broken loop that fills a list is caught here."""
 HUNG = -signal.SIGXCPU
 
 TESTS = {
     "grad_sync": (
         "tests/unit/workers/test_grad_sync.py",
+        "tests/unit/workers/test_layernorm_sync.py",
         "tests/unit/workers/test_wire.py",
         "tests/golden/test_final.py",
         "tests/unit/workers/test_virtual.py",
@@ -58,6 +61,7 @@ SELECTED = "not gloo_ranks and not (wide_meshes and 64)"
 
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("grad_sync", "all_reduce_tied: if mesh.pp == 1 -> if False"): "a sum over the one member of a group of one",
+    ("grad_sync", "all_reduce_layernorms: True -> False"): "zip's strict; both sides come from the same list",
     ("layout", "_rules: stay -> move"): "de4028a gives the tied weight no bucket of its own, whose start could move",
     ("layout", "_rules: False -> True (2)"): "de4028a gives the tied weight no bucket of its own, to assert its start",
     (
@@ -232,6 +236,7 @@ class Tree:
         import torch
 
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 10))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
         torch.set_num_threads(1)
         os.chdir(self.folder)
         sys.path[:0] = [str(self.folder)]
