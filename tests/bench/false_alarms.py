@@ -6,7 +6,8 @@
 A case is one mesh, probe, dtype, size and seed in one world: on real gloo ranks, or on virtual ones. It runs every
 right ordering for a step, and every judge must be silent. `plain` is 5 meshes, 2 probes, 2 dtypes, 5 sizes, 10 seeds:
 1,000 cases a world. `composed` is the same questions asked of overlap, interleaved chunks, gpipe, averaging in the
-collective and token counts, at 2 sizes. The exact probe is float32 by nature: its second dtype is ten further seeds.
+collective, token counts, bfloat16 sums and tensor parallelism, at 2 sizes. The exact probe is float32 by nature: its
+second dtype is ten further seeds.
 
 With --state finished cases are kept in a file and not run again; use another file for another commit. Prints how many
 ran and how many alarmed, and each alarm as it comes with the key that runs it again; exits with 1 where one did.
@@ -64,7 +65,10 @@ SIZES = (
     ModelSpec(1024, 48, 4, 6, 24),
     ModelSpec(130, 66, 5, 3, 9),
 )
-COMPOSED_SIZES = SIZES[:2]
+SMALL_SIZES = SIZES[1:3]
+"""The exact probe's sums stay integers in bfloat16."""
+SIZES_FOR_TP = (SIZES[0], SIZES[3])
+"""tp=2 divides their heads and their sequence."""
 SEEDS = range(10)
 DTYPES = tuple(Dtype)
 CASES_A_LAUNCH = 40
@@ -78,6 +82,7 @@ class Composition:
     mesh: Mesh
     settings: Mapping[str, Any]
     worlds: tuple[str, ...] = ("live", "virtual")
+    sizes: tuple[ModelSpec, ...] = SIZES[:2]
 
 
 COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
@@ -90,6 +95,8 @@ COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
         "num_tokens": Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
         "num_tokens, vpp": Composition(Mesh(2, 2, vpp=2), {"normalization": Normalization.NUM_TOKENS}),
         "two steps": Composition(Mesh(3, 2), {"steps": 2}, ("live",)),
+        "bf16 sums": Composition(Mesh(3, 2), {"grad_reduce_dtype": Dtype.BFLOAT16}, sizes=SMALL_SIZES),
+        "tp": Composition(Mesh(2, 2, tp=2), {}, ("live",), SIZES_FOR_TP),
     }
 )
 PLAIN = "plain"
@@ -148,7 +155,7 @@ def rows(world: str, kind: str) -> Iterator[tuple[str, Mesh, Sequence[ModelSpec]
     else:
         for name, composition in COMPOSITIONS.items():
             if world in composition.worlds:
-                yield name, composition.mesh, COMPOSED_SIZES
+                yield name, composition.mesh, composition.sizes
 
 
 Ran = Callable[[Case, int, list[Reason]], None]
