@@ -95,7 +95,7 @@ COMPOSITIONS: Mapping[str, Composition] = MappingProxyType(
         "num_tokens": Composition(Mesh(3, 2), {"normalization": Normalization.NUM_TOKENS}),
         "num_tokens, vpp": Composition(Mesh(2, 2, vpp=2), {"normalization": Normalization.NUM_TOKENS}),
         "two steps": Composition(Mesh(3, 2), {"steps": 2}, ("live",)),
-        "bf16 sums": Composition(Mesh(3, 2), {"grad_reduce_dtype": Dtype.BFLOAT16, "steps": 2}, sizes=SMALL_SIZES),
+        "bf16 sums": Composition(Mesh(3, 2), {"grad_reduce_dtype": Dtype.BFLOAT16, "steps": 2}, ("live",), SMALL_SIZES),
         "tp": Composition(Mesh(2, 2, tp=2), {}, ("live",), SIZES_FOR_TP),
     }
 )
