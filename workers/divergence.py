@@ -190,8 +190,8 @@ class _Owner:
     def _judge_sync(self, piece: Piece, synced: Tensor, closed: _ClosedForm, bound: Tensor, terms: Tensor) -> None:
         truth, deviates = closed.truth, closed.deviates
         error = (synced - truth).abs()
-        self._attribute(piece, synced, terms, bound, ~(error <= bound))
         diverged = ~(error <= bound)
+        self._attribute(piece, synced, terms, bound, diverged)
         off = (synced - (truth - closed.missing)).abs()
         as_predicted = off <= closed.bound
         surprising = diverged & ~deviates | deviates & ~as_predicted
@@ -303,7 +303,7 @@ class _Owner:
 
     def _peak(self, name: str, values: Tensor) -> None:
         # torch's max keeps a NaN; so must this, or one rank's NaN would vanish between two pieces.
-        value = float(values.max()) if values.numel() else 0.0
+        value = float(values.max())
         held = self._peaks[name]
         self._peaks[name] = value if math.isnan(value) or value > held else held
 

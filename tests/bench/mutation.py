@@ -49,6 +49,7 @@ TESTS = {
         "tests/unit/workers/test_grad_sync.py",
     ),
     "divergence": (
+        "tests/unit/workers/test_judged_pieces.py",
         "tests/unit/workers/test_divergence.py",
         "tests/unit/workers/test_wire.py",
         "tests/unit/workers/test_deviation.py",
