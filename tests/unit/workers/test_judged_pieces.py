@@ -314,7 +314,7 @@ SUBNORMAL = {Dtype.FLOAT32: Fraction(1, 2**149), Dtype.BFLOAT16: Fraction(1, 2**
 @pytest.mark.parametrize(("divisor", "extra"), [(1, 0), (2, 0), (8, 0), (3, 2), (5, 2), (6, 2), (7, 2), (12, 2)])
 @pytest.mark.parametrize("dtype", list(SUBNORMAL))
 def test_the_bound_term_by_term(num_terms: int, divisor: int, extra: int, dtype: Dtype) -> None:
-    """(n-1+e) u, its second order, the truth's own 2n+4 double roundings, the wire's error of all, a subnormal a term."""
+    """(n-1+e) u, its second order, the truth's 2n+4 double roundings, the wire's error of all, a subnormal a term."""
     wire = Wire(dtype, 4, divisor) if dtype is not Dtype.FLOAT32 else Wire()
     relative = (num_terms - 1 + extra) * U * (1 + 2 * (num_terms + extra) * U) + (2 * num_terms + 4) * D
     relative += (1 + relative) * Fraction(wire.relative_error)

@@ -56,7 +56,7 @@ def owned(made: dict[int, GradBuffer], name: str, dp_rank: int, tp_rank: int) ->
 
 
 def of_ranks(*coordinates: tuple[int, int]) -> float:
-    """What the ranks of the first stage at these (dp_rank, tp_rank) hold together, in units of the parameter's value."""
+    """What the first stage's ranks at these (dp_rank, tp_rank) hold together, in units of the parameter's value."""
     return sum(10.0 ** MESH.world_rank(dp_rank, 0, tp_rank) for dp_rank, tp_rank in coordinates)
 
 
@@ -73,7 +73,7 @@ def test_every_owner_has_the_sum_over_replicas_and_tensor_ranks(name: OrderingNa
     made, _ = run(name)
     for parameter, value in LAYERNORMS.items():
         everything = [owned(made, parameter, dp_rank, tp_rank) for tp_rank in range(2) for dp_rank in range(2)]
-        assert set(sum(everything, [])) == {value * EVERYONE}, parameter
+        assert {each for found in everything for each in found} == {value * EVERYONE}, parameter
         # Each tensor rank has an owner for every element.
         assert min(len(everything[0] + everything[1]), len(everything[2] + everything[3])) >= 3
 
