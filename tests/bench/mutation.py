@@ -63,6 +63,13 @@ SELECTED = "not gloo_ranks and not (wide_meshes and 64)"
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("grad_sync", "all_reduce_tied: if mesh.pp == 1 -> if False"): "a sum over the one member of a group of one",
     ("grad_sync", "all_reduce_layernorms: True -> False"): "zip's strict; both sides come from the same list",
+    ("divergence", "_attribute: if wrong_n.any() -> if True"): "saves work: of no wrong element nothing is told",
+    ("divergence", "_judge_reference: if astray_Cn.any() -> if True"): "saves work, as above",
+    (
+        "divergence",
+        "add: replayed is not None and piece.floor_C is not None -> replayed is not None or piece.floor_C is not None",
+    ): "a piece has both or neither",
+    ("divergence", "_peak: value > held -> value >= held"): "the larger of two equal numbers",
     ("layout", "_rules: stay -> move"): "de4028a gives the tied weight no bucket of its own, whose start could move",
     ("layout", "_rules: False -> True (2)"): "de4028a gives the tied weight no bucket of its own, to assert its start",
     (
