@@ -32,7 +32,7 @@ from service.execution.messages import (
     Start,
     WorkKey,
 )
-from service.storage import queue
+from service.storage import ledger, queue
 from service.storage.events import append_many
 from service.storage.session import Connection, Database
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
@@ -61,6 +61,8 @@ class _Step:
 
     entries: list[Entry]
     starts_running: bool = False
+    nodes: tuple[str, ...] = ()
+    """Where the attempt has just got its room."""
 
 
 class Record:
@@ -122,7 +124,7 @@ class Record:
             self._timings |= {"warm": message.warm, "reserve_s": round(message.seconds, 6)}
             told = {"device": message.device, "nodes": message.nodes, "warm": message.warm, "seconds": message.seconds}
             told |= {"why_device": message.why_device} if message.why_device else {}
-            return _Step([(EventType.RESERVED, told)])
+            return _Step([(EventType.RESERVED, told)], nodes=message.nodes)
         if isinstance(message, Formed):
             self._fingerprint = message.fingerprints
             self._timings["form_s"] = round(message.seconds - self._timings["reserve_s"], 6)
@@ -193,6 +195,12 @@ class Record:
                     return False
                 pending = []
             pending += step.entries
+            if step.nodes:
+                # The events first: they lock the validation's row, as everything that ends the attempt does.
+                if not await self._append(connection, pending):
+                    return False
+                await ledger.reserve(connection, key.validation_id, key.attempt, step.nodes)
+                pending = []
         return await self._append(connection, pending) and await self._end(connection, end)
 
     async def _append(self, connection: Connection, entries: Sequence[Entry]) -> bool:
