@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
 from service.domain.cause import Attribution, unknown
 from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
 from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
@@ -34,7 +31,7 @@ from service.execution.messages import (
 )
 from service.storage import ledger, queue
 from service.storage.events import append_many
-from service.storage.session import Connection, Database
+from service.storage.session import DATABASE_AWAY, Connection, Database
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
 from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
@@ -177,7 +174,7 @@ class Record:
                 async with self._database.transaction() as connection:
                     self.lost = not await self._write(connection, steps, end)
                 return
-            except (OperationalError, InterfaceError, PoolTimeoutError, OSError) as error:
+            except DATABASE_AWAY as error:
                 extra = {"validation": self.key.validation_id, "reason": str(error)}
                 _log.warning("cannot store an attempt, trying again", extra=extra)
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])

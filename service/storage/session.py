@@ -9,14 +9,29 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import psycopg
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from workers.encoding import dumps
 
 Connection = AsyncConnection
 """What storage functions take: an open transaction."""
+
+
+# psycopg's own, too: a COPY does not pass through SQLAlchemy, which would have wrapped them.
+DATABASE_AWAY = (
+    OperationalError,
+    InterfaceError,
+    PoolTimeoutError,
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    OSError,
+)
+"""What storage functions raise while the database does not answer; the same call may succeed later."""
 
 
 def sqlalchemy_url(url: str) -> URL:
