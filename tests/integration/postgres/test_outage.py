@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -15,45 +12,20 @@ from service.domain.validation import FailureDetail, State, new_validation_id
 from service.execution.leadership import lead
 from service.execution.messages import Failed, WorkKey
 from service.execution.record import Record
-from service.storage import embedded, ledger, migration, queue, validations
-from service.storage.embedded import EmbeddedPostgres
+from service.storage import ledger, queue, validations
 from service.storage.events import EventHub
 from service.storage.session import DATABASE_AWAY, Database
+from tests.stoppable import Server, stoppable
 from workers.contract import Judgement, StepReport
 
 PATIENCE_S = 60
 
 
-class Server:
-    """A Postgres of this module's own, which its tests may stop."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._running: EmbeddedPostgres | None = None
-        self.url = self.start()
-
-    def start(self) -> str:
-        """Start it, and wait until it answers."""
-        self._running = embedded.start(self._home, options={"fsync": "off"})
-        return self._running.url
-
-    def stop(self) -> None:
-        """Stop it; every connection to it breaks."""
-        if self._running is not None:
-            self._running.stop()
-        self._running = None
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Migrated and running."""
-    home = Path(tempfile.mkdtemp(prefix="gradgate-test-"))
-    home.chmod(0o711)
-    server = Server(home)
-    migration.upgrade(server.url)
-    yield server
-    server.stop()
-    shutil.rmtree(home, ignore_errors=True)
+    with stoppable() as server:
+        yield server
 
 
 @pytest.fixture
