@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 
 from alembic import context
+from alembic.runtime.migration import MigrationContext
 from alembic.util import CommandError
-from sqlalchemy import NullPool, create_engine, text
+from sqlalchemy import Connection, NullPool, create_engine, text
 
+from service.domain.errors import NewerSchemaError
 from service.storage.session import sqlalchemy_url
 from service.storage.tables import metadata
 
@@ -25,6 +27,16 @@ def _url() -> str:
     return url
 
 
+def _refuse_newer(connection: Connection) -> None:
+    known = {script.revision for script in context.script.walk_revisions()}
+    if unknown := set(MigrationContext.configure(connection).get_current_heads()) - known:
+        raise NewerSchemaError(
+            f"the database's schema is at revision {', '.join(sorted(unknown))}, which this version does not know; it "
+            f"knows up to {context.script.get_current_head()}. A newer version migrated it: run that version, or "
+            "downgrade the database with it"
+        )
+
+
 def run() -> None:
     """Migrate as the command asks. Postgres' DDL is transactional: a migration that fails leaves nothing behind."""
     if context.is_offline_mode():
@@ -35,6 +47,7 @@ def run() -> None:
     engine = create_engine(sqlalchemy_url(_url()), poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
+        _refuse_newer(connection)
         context.configure(connection=connection, target_metadata=metadata)
         context.run_migrations()
 

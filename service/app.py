@@ -68,9 +68,14 @@ def _lifespan(settings: Settings) -> Callable[[FastAPI], Any]:
         if url is None:
             raise RuntimeError("no database: set GRADGATE_DATABASE_URL, or start everything with `gradgate up`")
         app.state.stopping = asyncio.Event()
-        database = Database(url, pool_size=settings.database_pool_size, timeout_s=settings.database_timeout_s)
+        database = Database(
+            url,
+            pool_size=settings.database_pool_size,
+            timeout_s=settings.database_timeout_s,
+            through_pooler=settings.through_pooler,
+        )
         try:
-            async with EventHub(url) as hub:
+            async with EventHub(settings.session_url or url) as hub:
                 app.state.services = Services(settings, _limits(settings), database, hub)
                 yield
                 app.state.stopping.set()

@@ -71,6 +71,9 @@ class Settings(BaseSettings):
 
     database_url: Annotated[str | None, AfterValidator(_postgres_url)] = Field(default=None, repr=False)
     """None: the embedded database under `home`. Never printed: it may hold a password."""
+    listen_url: Annotated[str | None, AfterValidator(_postgres_url)] = Field(default=None, repr=False)
+    """Where LISTEN and the leader's lock go, which need a session of their own: the same database without the
+    transaction pooler that `database_url` may then lead through. None: `database_url`."""
     database_pool_size: int = Field(default=10, ge=1, le=200)
     database_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """How long to wait for a connection, from the pool or from the server."""
@@ -100,6 +103,16 @@ class Settings(BaseSettings):
     """The queue is polled this often; notifications only make it faster."""
     max_parallel: int = Field(default=4, ge=1)
     """Validations that one dispatcher runs at once."""
+
+    @property
+    def session_url(self) -> str | None:
+        """The database for whoever needs a whole session."""
+        return self.listen_url or self.database_url
+
+    @property
+    def through_pooler(self) -> bool:
+        """Whether two statements of `database_url` may meet different sessions."""
+        return self.listen_url is not None
 
     @classmethod
     def load(cls) -> Self:

@@ -72,7 +72,12 @@ class Stack:
         if settings.ray_address is None:
             self._start_ray()
         database_url = settings.database_url or self._await_postgres(ready_path)
-        env = {"GRADGATE_DATABASE_URL": database_url, "GRADGATE_HOST": settings.host, "GRADGATE_PORT": str(port)}
+        env = {
+            "GRADGATE_DATABASE_URL": database_url,
+            "GRADGATE_LISTEN_URL": settings.listen_url or "" if settings.database_url else "",
+            "GRADGATE_HOST": settings.host,
+            "GRADGATE_PORT": str(port),
+        }
         self._migrate(database_url)
         self._run("serve", gradgate("serve"), stage=1, grace_s=5, **env)
         ray_address = settings.ray_address or self._await_ray()

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.schemas import ValidateRequest
 from service.domain.cause import Cause
 from service.domain.validation import State, Validation
+from service.storage.ledger import Tenure
 from workers.contract import (
     CollectiveOp,
     DeviationKind,
@@ -152,6 +153,29 @@ class ValidationDocument(Document):
     finished_at: datetime | None
     attempt: int
     cancel_requested_at: datetime | None
+
+
+class AttemptDocument(Document):
+    """What one attempt held, from when to when by the database's clock; two of one validation never overlap."""
+
+    attempt: int
+    cluster: str
+    dispatcher_id: str
+    num_ranks: int
+    nodes: list[str]
+    """Empty until the ranks had room."""
+    claimed_at: datetime
+    reserved_at: datetime | None
+    ended_at: datetime | None
+    """When its end was stored, or its lease was taken away; null while it is held."""
+    outcome: Literal["requeued", "completed", "failed", "cancelled"] | None
+
+
+class DetailedValidation(ValidationDocument):
+    """A validation with its attempts."""
+
+    attempts: list[AttemptDocument]
+    """Oldest first."""
 
 
 class ListedValidation(ValidationDocument):
@@ -298,6 +322,11 @@ def validation_document(validation: Validation) -> dict[str, Any]:
         "attempt": validation.attempt,
         "cancel_requested_at": plain(validation.cancel_requested_at),
     }
+
+
+def attempt_documents(tenures: Sequence[Tenure]) -> list[dict[str, Any]]:
+    """A validation's part of the ledger, ready for JSON."""
+    return [{name: plain(getattr(tenure, name)) for name in AttemptDocument.model_fields} for tenure in tenures]
 
 
 def _in_order(request: Mapping[str, Any]) -> dict[str, Any]:

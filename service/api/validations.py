@@ -27,8 +27,10 @@ from service.api.dependencies import (
 )
 from service.api.documents import (
     JSON,
+    DetailedValidation,
     ValidationDocument,
     ValidationPage,
+    attempt_documents,
     json_response,
     validation_document,
 )
@@ -53,7 +55,7 @@ from service.domain.errors import CursorError, IdempotencyConflict
 from service.domain.validation import TERMINAL, Validation, new_validation_id
 from service.execution.messages import Placement
 from service.execution.order import to_placement
-from service.storage import capacity, validations
+from service.storage import capacity, ledger, validations
 from service.storage.session import Connection
 from workers.contract import Device
 from workers.encoding import plain
@@ -261,13 +263,18 @@ def _parse_labels(given: list[str]) -> dict[str, str]:
     "/validations/{validation_id}",
     operation_id="getValidation",
     summary="One validation",
-    response_model=ValidationDocument,
+    response_model=DetailedValidation,
     responses={304: {"description": "As tagged by If-None-Match."}, **responses(VALIDATION_NOT_FOUND)},
 )
 async def get_validation(request: Request, services: ServicesDep, validation_id: ValidationId) -> Response:
     """Carries a strong ETag: poll with If-None-Match."""
     accepted(request, (JSON,))
-    return json_response(request, validation_document(await _load(services, validation_id)))
+    async with services.database.read() as connection:
+        validation = await validations.get(connection, validation_id)
+        tenures = await ledger.of_validation(connection, validation_id)
+    if validation is None:
+        raise not_found(validation_id)
+    return json_response(request, validation_document(validation) | {"attempts": attempt_documents(tenures)})
 
 
 @router.post(

@@ -27,6 +27,12 @@ class CursorError(ServiceError):
     code = "invalid_cursor"
 
 
+class NewerSchemaError(ServiceError):
+    """The database was migrated by a newer version than this one."""
+
+    code = "newer_schema"
+
+
 class EmbeddedPostgresError(ServiceError):
     """The embedded database cannot run here."""
 

@@ -33,9 +33,11 @@ async def dispatch(settings: Settings, stopping: asyncio.Event) -> None:
     """Dispatch until `stopping` is set: stand by, lead, and stand by again when the lead is lost."""
     if settings.database_url is None:
         raise ValueError("GRADGATE_DATABASE_URL is not set; a dispatcher needs the database that `serve` uses")
-    database = Database(settings.database_url, pool_size=settings.database_pool_size)
+    database = Database(
+        settings.database_url, pool_size=settings.database_pool_size, through_pooler=settings.through_pooler
+    )
     try:
-        async with EventHub(settings.database_url) as hub:
+        async with EventHub(settings.session_url or settings.database_url) as hub:
             while not stopping.is_set():
                 await _stand_by_and_lead(settings, database, hub, stopping)
     finally:
@@ -43,8 +45,8 @@ async def dispatch(settings: Settings, stopping: asyncio.Event) -> None:
 
 
 async def _stand_by_and_lead(settings: Settings, database: Database, hub: EventHub, stopping: asyncio.Event) -> None:
-    assert settings.database_url is not None
-    waiting = asyncio.create_task(lead(settings.database_url, settings.cluster, settings.poll_s))
+    assert settings.session_url is not None
+    waiting = asyncio.create_task(lead(settings.session_url, settings.cluster, settings.poll_s))
     await first_of(waiting, asyncio.create_task(stopping.wait()))
     if not waiting.done():
         waiting.cancel()

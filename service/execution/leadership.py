@@ -1,7 +1,9 @@
 """One dispatcher leads a cluster; the others wait. A Postgres advisory lock on a connection of its own decides.
 
-The lock ends with the connection, so a dead leader never blocks its successor. Two leaders for a moment (a
-connection that broke unnoticed) are harmless: claims skip locked rows and every write is fenced by attempt.
+The lock ends with the connection, so a dead leader never blocks its successor. A leader whose connection broke takes
+the lock again and goes on, however long the database is away: what its gangs found must not be lost with it. Two
+leaders for a moment (a connection that broke unnoticed) are harmless: claims skip locked rows and every write is
+fenced by attempt.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from typing import Any
 
 import psycopg
 
 from service.storage.session import conninfo
 
+_REFUSED_S = 5.0
+"""The server may need this long to notice that this process's own broken connection is gone."""
 _log = logging.getLogger("gradgate.dispatcher")
 
 
@@ -27,8 +32,12 @@ def lock_key(cluster: str) -> int:
 class Leadership:
     """Held until `lost` is set or `close` is called."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], check_s: float) -> None:
+    def __init__(
+        self, connection: psycopg.AsyncConnection[Any], database_url: str, cluster: str, check_s: float
+    ) -> None:
         self.lost = asyncio.Event()
+        self._database_url = database_url
+        self._cluster = cluster
         self._connection = connection
         self._watch = asyncio.create_task(self._check(check_s))
 
@@ -38,14 +47,33 @@ class Leadership:
         await self._connection.close()
 
     async def _check(self, interval_s: float) -> None:
-        try:
-            while True:
-                await asyncio.sleep(interval_s)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
                 async with asyncio.timeout(max(5.0, interval_s)):
                     await self._connection.execute("SELECT 1")
-        except (psycopg.Error, OSError, TimeoutError) as error:
-            _log.warning("lost the leader's lock", extra={"reason": str(error)})
-            self.lost.set()
+            except (psycopg.Error, OSError) as error:
+                _log.warning("the leader's connection broke, taking the lock again", extra={"reason": str(error)})
+                await self._connection.close()
+                if not await self._take_again(interval_s):
+                    _log.warning("lost the leader's lock: another dispatcher has it")
+                    self.lost.set()
+                    return
+
+    async def _take_again(self, interval_s: float) -> bool:
+        """Wait for the database; False once it says for a while that somebody else has the lock."""
+        refused_since_s: float | None = None
+        while refused_since_s is None or time.monotonic() - refused_since_s < _REFUSED_S:
+            try:
+                if (connection := await _try_lock(self._database_url, self._cluster)) is not None:
+                    self._connection = connection
+                    _log.info("leading again", extra={"cluster": self._cluster})
+                    return True
+                refused_since_s = refused_since_s or time.monotonic()
+            except (psycopg.Error, OSError):
+                refused_since_s = None
+            await asyncio.sleep(interval_s)
+        return False
 
 
 async def lead(database_url: str, cluster: str, poll_s: float) -> Leadership:
@@ -55,7 +83,7 @@ async def lead(database_url: str, cluster: str, poll_s: float) -> Leadership:
         try:
             if (connection := await _try_lock(database_url, cluster)) is not None:
                 _log.info("leading", extra={"cluster": cluster})
-                return Leadership(connection, poll_s)
+                return Leadership(connection, database_url, cluster, poll_s)
             if not standing_by:
                 _log.info("standing by: another dispatcher leads", extra={"cluster": cluster})
                 standing_by = True

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
 from service.domain.cause import Attribution, unknown
 from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
 from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
@@ -32,9 +29,9 @@ from service.execution.messages import (
     Start,
     WorkKey,
 )
-from service.storage import queue
+from service.storage import ledger, queue
 from service.storage.events import append_many
-from service.storage.session import Connection, Database
+from service.storage.session import DATABASE_AWAY, Connection, Database
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
 from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
@@ -61,6 +58,8 @@ class _Step:
 
     entries: list[Entry]
     starts_running: bool = False
+    nodes: tuple[str, ...] = ()
+    """Where the attempt has just got its room."""
 
 
 class Record:
@@ -122,7 +121,7 @@ class Record:
             self._timings |= {"warm": message.warm, "reserve_s": round(message.seconds, 6)}
             told = {"device": message.device, "nodes": message.nodes, "warm": message.warm, "seconds": message.seconds}
             told |= {"why_device": message.why_device} if message.why_device else {}
-            return _Step([(EventType.RESERVED, told)])
+            return _Step([(EventType.RESERVED, told)], nodes=message.nodes)
         if isinstance(message, Formed):
             self._fingerprint = message.fingerprints
             self._timings["form_s"] = round(message.seconds - self._timings["reserve_s"], 6)
@@ -175,7 +174,7 @@ class Record:
                 async with self._database.transaction() as connection:
                     self.lost = not await self._write(connection, steps, end)
                 return
-            except (OperationalError, InterfaceError, PoolTimeoutError, OSError) as error:
+            except DATABASE_AWAY as error:
                 extra = {"validation": self.key.validation_id, "reason": str(error)}
                 _log.warning("cannot store an attempt, trying again", extra=extra)
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
@@ -193,6 +192,12 @@ class Record:
                     return False
                 pending = []
             pending += step.entries
+            if step.nodes:
+                # The events first: they lock the validation's row, as everything that ends the attempt does.
+                if not await self._append(connection, pending):
+                    return False
+                await ledger.reserve(connection, key.validation_id, key.attempt, step.nodes)
+                pending = []
         return await self._append(connection, pending) and await self._end(connection, end)
 
     async def _append(self, connection: Connection, entries: Sequence[Entry]) -> bool:

@@ -14,9 +14,6 @@ from collections.abc import Awaitable, Coroutine, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
 from service.domain.validation import FailureDetail
 from service.execution.child import DriverChild
 from service.execution.messages import (
@@ -36,7 +33,7 @@ from service.settings import Settings
 from service.storage import queue
 from service.storage.capacity import CapacitySnapshot, store_snapshot
 from service.storage.events import EventHub, Subscription
-from service.storage.session import Database
+from service.storage.session import DATABASE_AWAY, Database
 from workers.encoding import plain
 from workers.errors import UnknownStackError
 from workers.stacks.registry import known_stacks, unknown_stack
@@ -49,7 +46,6 @@ RECORD_TIMEOUT_S = 5.0
 """How long stopping waits for the database to take the last words."""
 MAX_LOCAL_RAY_DIR = 40
 """Longest folder under which Ray's socket paths still fit into the 107 characters that Linux allows."""
-_DATABASE_AWAY = (OperationalError, InterfaceError, PoolTimeoutError, OSError)
 _log = logging.getLogger("gradgate.dispatcher")
 
 
@@ -166,11 +162,19 @@ class Supervisor:
                 await queue.fail(connection, key.validation_id, key.attempt, detail)
 
     async def _lease_loop(self) -> None:
+        answering_since_s: float | None = None
         while True:
+            answered = False
             with _patience("renew leases"):
                 await self._renew()
-                async with self._database.transaction() as connection:
-                    await queue.requeue_expired(connection, cluster=self._settings.cluster)
+                answered = True
+                answering_since_s = answering_since_s or time.monotonic()
+                # Leases lapse while the database is away. Whoever held them renews first, another dispatcher too.
+                if time.monotonic() - answering_since_s >= self._settings.lease_s / 2:
+                    async with self._database.transaction() as connection:
+                        await queue.requeue_expired(connection, cluster=self._settings.cluster)
+            if not answered:
+                answering_since_s = None
             await asyncio.sleep(self._settings.lease_s / 3)
 
     async def _renew(self) -> None:
@@ -267,5 +271,5 @@ def _patience(what: str) -> Iterator[None]:
     """A database that is away is waited for, not died of."""
     try:
         yield
-    except _DATABASE_AWAY as error:
+    except DATABASE_AWAY as error:
         _log.warning("the database is away", extra={"could_not": what, "reason": str(error)})

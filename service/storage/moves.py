@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import func, update
 
 from service.domain.validation import LEASED, TERMINAL, EventType, State, sources
+from service.storage import ledger
 from service.storage.events import QUEUE_CHANNEL, notify, record
 from service.storage.session import Connection
 from service.storage.tables import validations
@@ -31,7 +32,8 @@ async def move(
     """Bring a validation to `target`; False where it is not in a state that may go there, or in another attempt."""
     allowed = [validations.c.id == validation_id, validations.c.state.in_([origin] if origin else sources(target))]
     if attempt is not None:
-        allowed.append(validations.c.attempt == attempt)
+        # Held, too: an attempt that was given back keeps its number until the next claim, and is nobody's by then.
+        allowed += [validations.c.attempt == attempt, validations.c.state.in_(LEASED)]
     changed = (
         update(validations)
         .where(*allowed)
@@ -41,6 +43,8 @@ async def move(
     row = (await connection.execute(changed)).one_or_none()
     if row is None:
         return False
+    if target not in LEASED:
+        await ledger.close_entry(connection, validation_id, event)
     await record(connection, [(validation_id, row.last_event_seq, event, data)])
     if target is State.QUEUED:
         await notify(connection, QUEUE_CHANNEL, {row.cluster})

@@ -24,6 +24,7 @@ from service.domain.validation import (
     FailureDetail,
     State,
 )
+from service.storage import ledger
 from service.storage.events import record
 from service.storage.moves import move
 from service.storage.reports import copy_reports, insert_trials
@@ -82,6 +83,7 @@ async def claim(connection: Connection, *, cluster: str, dispatcher_id: str, lea
         .returning(validations)
     )
     rows = sorted((await connection.execute(taken)).all(), key=lambda row: (row.created_at, row.id))
+    await ledger.open_entries(connection, [_to_entry(row) for row in rows])
     await record(
         connection,
         [
@@ -265,6 +267,16 @@ async def _requeue(connection: Connection, validation_id: str, attempt: int, mes
 def _lease_end(lease_s: float) -> ColumnElement[datetime]:
     # clock_timestamp and not now(): a transaction that waited for a lock must not hand out an aged lease.
     return func.clock_timestamp() + cast(literal(f"{lease_s} seconds"), INTERVAL)
+
+
+def _to_entry(row: Row[Any]) -> dict[str, Any]:
+    return {
+        "validation_id": row.id,
+        "attempt": row.attempt,
+        "cluster": row.cluster,
+        "dispatcher_id": row.dispatcher_id,
+        "num_ranks": row.num_ranks,
+    }
 
 
 def _to_claim(row: Row[Any]) -> Claim:

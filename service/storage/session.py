@@ -9,14 +9,29 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import psycopg
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from workers.encoding import dumps
 
 Connection = AsyncConnection
 """What storage functions take: an open transaction."""
+
+
+# psycopg's own, too: a COPY does not pass through SQLAlchemy, which would have wrapped them.
+DATABASE_AWAY = (
+    OperationalError,
+    InterfaceError,
+    PoolTimeoutError,
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    OSError,
+)
+"""What storage functions raise while the database does not answer; the same call may succeed later."""
 
 
 def sqlalchemy_url(url: str) -> URL:
@@ -32,7 +47,7 @@ def conninfo(url: str) -> str:
 class Database:
     """A pool of connections to one database. Opens the first one on use."""
 
-    def __init__(self, url: str, *, pool_size: int = 10, timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, *, pool_size: int = 10, timeout_s: float = 10.0, through_pooler: bool = False) -> None:
         self.url = url
         self.engine: AsyncEngine = create_async_engine(
             sqlalchemy_url(url),
@@ -42,7 +57,12 @@ class Database:
             # A server that restarted must cost one retry here, not one failed request per pooled connection.
             pool_pre_ping=True,
             json_serializer=dumps,
-            connect_args={"connect_timeout": max(2, round(timeout_s)), "application_name": "gradgate"},
+            connect_args={
+                "connect_timeout": max(2, round(timeout_s)),
+                "application_name": "gradgate",
+                # Behind a transaction pooler the next transaction may meet a session that prepared nothing.
+                **({"prepare_threshold": None} if through_pooler else {}),
+            },
         )
         self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 

@@ -8,6 +8,7 @@ result.
 from __future__ import annotations
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -22,6 +23,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    event,
     func,
     text,
 )
@@ -143,6 +145,28 @@ events = Table(
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=func.clock_timestamp()),
     PrimaryKeyConstraint("validation_id", "seq"),
 )
+
+attempts = Table(
+    "attempts",
+    metadata,
+    _validation_id(),
+    _small("attempt"),
+    _text("cluster"),
+    _text("dispatcher_id"),
+    _small("num_ranks"),
+    Column("nodes", JSONB, nullable=False, server_default=text("'[]'")),
+    Column("claimed_at", DateTime(timezone=True), nullable=False),
+    _moment("reserved_at"),
+    _moment("ended_at"),
+    _text("outcome", nullable=True),
+    PrimaryKeyConstraint("validation_id", "attempt"),
+    CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="ended_has_outcome"),
+    CheckConstraint("ended_at >= claimed_at", name="ends_after_claim"),
+    CheckConstraint("outcome IN ('requeued', 'completed', 'failed', 'cancelled')", name="outcome"),
+    Index("uq_attempts_open", "validation_id", unique=True, postgresql_where=text("ended_at IS NULL")),
+)
+"""Who held what, from when to when. An exclusion constraint on the intervals would need the extension btree_gist; that
+only one entry of a validation is open at a time, and that an ended one never changes, needs none and says the same."""
 
 trials = Table(
     "trials",
@@ -267,3 +291,33 @@ capacity_snapshots = Table(
     Column("stacks", JSONB, server_default=text("'[\"reference\"]'"), nullable=False),
     PrimaryKeyConstraint("cluster", "dispatcher_id"),
 )
+
+
+_REFUSE_CHANGE = """
+CREATE FUNCTION gradgate_refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION USING
+        ERRCODE = 'integrity_constraint_violation',
+        MESSAGE = 'a row of ' || TG_TABLE_NAME || ' has ended and cannot change; it can only be deleted';
+END
+$$
+"""
+
+_FINAL_VALIDATION = """
+CREATE TRIGGER validations_final BEFORE UPDATE ON validations FOR EACH ROW
+WHEN (OLD.state IN ('completed', 'failed', 'cancelled'))
+EXECUTE FUNCTION gradgate_refuse_change()
+"""
+
+_ENDED_ATTEMPT = """
+CREATE TRIGGER attempts_ended BEFORE UPDATE ON attempts FOR EACH ROW
+WHEN (OLD.ended_at IS NOT NULL)
+EXECUTE FUNCTION gradgate_refuse_change()
+"""
+
+for _moment_of_making, _statement in (
+    ("before_create", _REFUSE_CHANGE),
+    ("after_create", _FINAL_VALIDATION),
+    ("after_create", _ENDED_ATTEMPT),
+):
+    event.listen(metadata, _moment_of_making, DDL(_statement))  # type: ignore[no-untyped-call]

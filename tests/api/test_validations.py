@@ -10,11 +10,11 @@ import math
 import pytest
 
 from service.api.documents import (
+    DetailedValidation,
     RankPage,
     RankRow,
     TracePage,
     TraceRow,
-    ValidationDocument,
     ValidationPage,
 )
 from service.domain.validation import new_validation_id
@@ -41,7 +41,7 @@ async def test_a_completed_validation_has_verdict_trials_and_non_finite_numbers(
     validation_id = await create(api)
     await dispatcher.complete(await dispatcher.start(validation_id))
     body = (await api.get(f"/validations/{validation_id}")).json()
-    ValidationDocument.model_validate(body)
+    DetailedValidation.model_validate(body)
     assert (body["state"], body["verdict"], body["attempt"]) == ("completed", "pass", 1)
     nowhere = dict.fromkeys(("judge", "world_rank", "node", "phase", "parameter", "element"))
     assert body["reasons"] == [{"code": "clean", "message": "every subject is clean"} | nowhere]
@@ -56,13 +56,16 @@ async def test_a_completed_validation_has_verdict_trials_and_non_finite_numbers(
     assert (control["grad_norm"], control["grad_norm_max_error"]) == (7969.489067688091, "Infinity")
     assert body["fingerprint"] == [{"node": "n0"}]
     assert body["finished_at"] > body["started_at"] > body["created_at"]
+    (held,) = body["attempts"]
+    assert (held["attempt"], held["outcome"]) == (1, "completed")
+    assert body["created_at"] < held["claimed_at"] < held["ended_at"]
 
 
 async def test_a_failed_validation_has_an_error_with_its_place_and_no_verdict(api, dispatcher):
     validation_id = await create(api)
     await dispatcher.fail(await dispatcher.start(validation_id))
     body = (await api.get(f"/validations/{validation_id}")).json()
-    ValidationDocument.model_validate(body)
+    DetailedValidation.model_validate(body)
     assert (body["state"], body["verdict"]) == ("failed", None)
     assert body["error"] == {
         "code": "rank_died",

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine
 
-from service.storage import migration
+from service.domain.errors import NewerSchemaError
+from service.storage import migration, validations
 from service.storage.programs import find_programs
 from service.storage.session import Database, conninfo, sqlalchemy_url
 from service.storage.tables import metadata
+from workers.encoding import plain
 
 ROOT_DIR = Path(__file__).parents[3]
 
@@ -68,12 +71,12 @@ def test_upgrade_twice_changes_nothing(empty_url: Callable[[], str]) -> None:
     assert _schema(url) == before
 
 
-def test_two_processes_may_migrate_at_once(empty_url: Callable[[], str]) -> None:
+def test_three_processes_may_migrate_at_once(empty_url: Callable[[], str]) -> None:
     url = empty_url()
     with ThreadPoolExecutor() as pool:
         code = f"from service.storage import migration; migration.upgrade({url!r})"
-        runs = [pool.submit(_run_python, code) for _ in range(2)]
-    assert [run.result() for run in runs] == [0, 0]
+        runs = [pool.submit(_run_python, code) for _ in range(3)]
+    assert [run.result() for run in runs] == [0, 0, 0]
     assert "validations" in _schema(url)
 
 
@@ -96,6 +99,39 @@ async def test_a_database_knows_whether_it_is_current(empty_url: Callable[[], st
     async with database.read() as connection:
         assert await migration.is_current(connection)
     await database.close()
+
+
+async def test_a_newer_schema_is_refused_and_stays_as_it_is(empty_url: Callable[[], str]) -> None:
+    url = empty_url()
+    migration.upgrade(url)
+    with psycopg.connect(conninfo(url), autocommit=True) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    before = _schema(url)
+    with pytest.raises(NewerSchemaError, match=f"at revision 9999.*knows up to {migration.head()}.*newer version"):
+        migration.upgrade(url)
+    with pytest.raises(NewerSchemaError):
+        migration.downgrade(url, "base")
+    assert _schema(url) == before
+    database = Database(url)
+    async with database.read() as connection:
+        assert not await migration.is_current(connection)
+    await database.close()
+
+
+async def test_times_are_utc_whatever_the_servers_zone(empty_url: Callable[[], str]) -> None:
+    url = empty_url()
+    migration.upgrade(url)
+    name = conninfo(url).split("?")[0].rsplit("/", 1)[1]
+    with psycopg.connect(conninfo(url), autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {name} SET timezone TO 'Asia/Kathmandu'")
+    database = Database(url)
+    async with database.transaction() as connection:
+        stored, _ = await validations.insert(
+            connection, validation_id="val_x", cluster="c", request={}, labels={}, num_ranks=1, deadline_s=1
+        )
+    await database.close()
+    assert plain(stored.created_at).endswith(("+00:00", "Z"))
+    assert abs((stored.created_at - datetime.now(UTC)).total_seconds()) < 600
 
 
 def _run_python(code: str) -> int:

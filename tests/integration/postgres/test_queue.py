@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import func, select, text, update
 
 from service.domain.cause import Cause
-from service.domain.validation import EventType, FailureDetail, State, Validation
+from service.domain.validation import FailureDetail, State, Validation
 from service.storage import events, queue, validations
-from service.storage.session import Connection, Database
+from service.storage.session import Database
 from service.storage.tables import divergence, rank_steps, trace, trials
 from service.storage.tables import validations as rows
 from workers.contract import Judgement, StepReport, Verdict
@@ -140,54 +140,6 @@ async def test_results_are_refused_before_the_gang_ran(database: Database, hold:
     async with database.transaction() as connection:
         assert not await queue.complete(connection, claim.id, 1, judgement, (), [], {})
     assert (await _get(database, claim.id)).state is State.STARTING
-
-
-Step = Callable[[Connection, str, int, Judgement, tuple[StepReport, ...]], Awaitable[object]]
-
-FENCED: dict[str, Step] = {
-    "mark_running": lambda c, i, a, _j, _r: queue.mark_running(c, i, a, [], {}),
-    "complete": lambda c, i, a, j, r: queue.complete(c, i, a, j, r, [], {}),
-    "fail": lambda c, i, a, _j, r: queue.fail(c, i, a, FailureDetail("late", "late"), r, {}),
-    "cancel": lambda c, i, a, _j, _r: queue.cancel(c, i, a, None),
-    "release": lambda c, i, a, _j, _r: queue.release(c, i, a, "late"),
-    "append": lambda c, i, a, _j, _r: events.append(c, i, EventType.STEP, {}, attempt=a),
-}
-
-
-@pytest.mark.parametrize("name", FENCED)
-@pytest.mark.parametrize("running", [False, True])
-async def test_a_lost_attempt_changes_nothing(
-    database: Database, hold: Hold, judgement: Judgement, reports: tuple[StepReport, ...], name: str, running: bool
-) -> None:
-    cluster = f"fence-{name}-{running}"
-    lost = await hold(cluster, running=True)
-    await _expire(database, lost.id)
-    assert await _requeue(database, cluster) == [lost.id]
-    (current,) = await _claim(database, cluster, dispatcher_id="d2")
-    assert (current.id, current.attempt) == (lost.id, 2)
-    if running:
-        async with database.transaction() as connection:
-            assert await queue.mark_running(connection, lost.id, 2, [], {})
-    before = await _get(database, lost.id)
-    async with database.transaction() as connection:
-        assert not await FENCED[name](connection, lost.id, 1, judgement, reports)
-    assert await _get(database, lost.id) == before
-    assert await _num_rows(database, lost.id) == (0, 0, 0, 0)
-
-
-@pytest.mark.parametrize("name", FENCED)
-async def test_a_final_validation_never_changes(
-    database: Database, hold: Hold, judgement: Judgement, reports: tuple[StepReport, ...], name: str
-) -> None:
-    claim = await hold(f"final-{name}", running=True)
-    async with database.transaction() as connection:
-        assert await queue.complete(connection, claim.id, 1, judgement, reports, [], {})
-    before = await _get(database, claim.id)
-    async with database.transaction() as connection:
-        assert not await FENCED[name](connection, claim.id, 1, judgement, reports)
-        assert await validations.request_cancel(connection, claim.id) == before
-        assert await events.append(connection, claim.id, EventType.STEP, {}) is None
-    assert await _get(database, claim.id) == before
 
 
 async def test_of_two_that_finish_at_once_one_wins(

@@ -54,6 +54,17 @@ async def test_connections_that_the_server_dropped_are_replaced(database: Databa
     await pool.close()
 
 
+@pytest.mark.parametrize("through_pooler", [True, False])
+async def test_through_a_pooler_nothing_is_prepared(postgres_url: str, through_pooler: bool) -> None:
+    pool = Database(postgres_url, pool_size=1, through_pooler=through_pooler)
+    async with pool.read() as connection:
+        for _ in range(10):
+            await connection.execute(text("SELECT 1"))
+        prepared = (await connection.execute(text("SELECT count(*) FROM pg_prepared_statements"))).scalar_one()
+    await pool.close()
+    assert (prepared == 0) is through_pooler
+
+
 async def test_ping_says_when_there_is_no_database() -> None:
     nowhere = Database("postgresql://nobody@/nothing?host=/nonexistent&port=1", timeout_s=2)
     with pytest.raises(Exception, match="nonexistent"):

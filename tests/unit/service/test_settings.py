@@ -37,6 +37,13 @@ def test_variables_are_read_when_asked_not_at_import(monkeypatch: pytest.MonkeyP
     assert (settings.database_url, settings.lease_s) == ("postgres://h/d", 2.5)
 
 
+def test_whole_sessions_go_past_the_pooler_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADGATE_DATABASE_URL", "postgresql://pooler/d")
+    assert (Settings.load().session_url, Settings.load().through_pooler) == ("postgresql://pooler/d", False)
+    monkeypatch.setenv("GRADGATE_LISTEN_URL", "postgresql://server/d")
+    assert (Settings.load().session_url, Settings.load().through_pooler) == ("postgresql://server/d", True)
+
+
 def test_a_relative_home_does_not_follow_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRADGATE_HOME", "here")

@@ -1,0 +1,87 @@
+"""The ledger: which attempt held which cluster, nodes and ranks, from when to when by the database's clock.
+
+Written in the transactions that claim and end an attempt, never on its own, so that it cannot disagree with the
+queue. An attempt that was taken over ends here when its lease was taken away; ranks of a dispatcher that died end by
+themselves a little later, when they miss its heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import and_, func, or_, select, update
+
+from service.domain.validation import EventType
+from service.storage.session import Connection
+from service.storage.tables import attempts
+
+
+@dataclass(frozen=True, slots=True)
+class Tenure:
+    """One attempt's entry; `ended_at` and `outcome` are None while it is held."""
+
+    validation_id: str
+    attempt: int
+    cluster: str
+    dispatcher_id: str
+    num_ranks: int
+    nodes: tuple[str, ...]
+    """Where its ranks sit; empty until they are reserved."""
+    claimed_at: datetime
+    reserved_at: datetime | None
+    ended_at: datetime | None
+    outcome: str | None
+    """`requeued`, or the validation's final state."""
+
+
+async def open_entries(connection: Connection, claimed: Sequence[Mapping[str, Any]]) -> None:
+    """Enter attempts that this transaction claimed. The database refuses a second open one of a validation."""
+    if claimed:
+        await connection.execute(attempts.insert().values(claimed_at=func.clock_timestamp()), list(claimed))
+
+
+async def reserve(connection: Connection, validation_id: str, attempt: int, nodes: Sequence[str]) -> bool:
+    """The attempt has its nodes; False, and nothing changed, where it has ended."""
+    entered = (
+        update(attempts)
+        .where(attempts.c.validation_id == validation_id, attempts.c.attempt == attempt, attempts.c.ended_at.is_(None))
+        .values(nodes=list(nodes), reserved_at=func.clock_timestamp())
+    )
+    return (await connection.execute(entered)).rowcount == 1
+
+
+async def close_entry(connection: Connection, validation_id: str, outcome: EventType) -> None:
+    """End what of a validation is open; nothing where it only waited."""
+    ended = (
+        update(attempts)
+        .where(attempts.c.validation_id == validation_id, attempts.c.ended_at.is_(None))
+        .values(ended_at=func.clock_timestamp(), outcome=outcome)
+    )
+    await connection.execute(ended)
+
+
+async def of_validation(connection: Connection, validation_id: str) -> tuple[Tenure, ...]:
+    """All attempts of a validation, oldest first."""
+    query = select(attempts).where(attempts.c.validation_id == validation_id).order_by(attempts.c.attempt)
+    return tuple(Tenure(**row | {"nodes": tuple(row["nodes"])}) for row in await _rows(connection, query))
+
+
+async def overlaps(connection: Connection) -> list[tuple[str, int, int]]:
+    """Pairs of attempts of one validation that were held at the same time: id, earlier, later. There must be none."""
+    one, other = attempts.alias("one"), attempts.alias("other")
+    both = and_(
+        one.c.validation_id == other.c.validation_id,
+        one.c.attempt < other.c.attempt,
+        or_(one.c.ended_at.is_(None), one.c.ended_at > other.c.claimed_at),
+        or_(other.c.ended_at.is_(None), other.c.ended_at > one.c.claimed_at),
+    )
+    query = select(one.c.validation_id, one.c.attempt, other.c.attempt.label("later")).join(other, both)
+    rows = (await connection.execute(query.order_by(one.c.validation_id, one.c.attempt, other.c.attempt))).all()
+    return [(row.validation_id, row.attempt, row.later) for row in rows]
+
+
+async def _rows(connection: Connection, query: Any) -> list[dict[str, Any]]:
+    return [dict(row) for row in (await connection.execute(query)).mappings()]
