@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from service.domain.keys import KEY_NAME, Scope
+from service.domain.keys import CLUSTER_NAME, KEY_NAME, Scope
 
 if TYPE_CHECKING:
     from service.domain.keys import ApiKey
@@ -40,6 +40,8 @@ def create(
 
     if not KEY_NAME.fullmatch(name):
         raise UsageFault(f"--name {name!r}: must match {KEY_NAME.pattern}; choose for example nightly-ci")
+    for unknown in [text for text in cluster or () if not CLUSTER_NAME.fullmatch(text)]:
+        raise UsageFault(f"--cluster {unknown!r}: no cluster can have this name; leave it out to reach all of them")
     secret = new_secret()
     secret_hash = hash_secret(secret)
     assert secret_hash is not None

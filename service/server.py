@@ -57,11 +57,12 @@ def serve(settings: Settings) -> None:
     """
     configure_logging()
     asyncio.run(_refuse_unprotected(settings))
-    # uvicorn stops on SIGTERM and then raises it once more for whoever was there before: the end asked for is no error.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    app = create_app(settings)
+    server = Server(create_app(settings), settings)
+    # uvicorn stops on SIGTERM and then raises it once more for whoever was there before: the end asked for is no
+    # error. Before uvicorn listens for it, this is what stops the server.
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     _log.info("serving", extra={"host": settings.host, "port": settings.port})
-    Server(app, settings).run()
+    server.run()
 
 
 async def _refuse_unprotected(settings: Settings) -> None:
@@ -80,5 +81,6 @@ async def _refuse_unprotected(settings: Settings) -> None:
     if not protected:
         raise UnprotectedAddress(
             f"GRADGATE_HOST={settings.host}: beyond loopback every caller needs a key, and there is none; make one "
-            "first: `gradgate keys create --name NAME --scope admin`"
+            "first: `gradgate keys create --name NAME --scope admin` (a database that `gradgate up` brings: while that "
+            "runs on 127.0.0.1)"
         )

@@ -138,7 +138,9 @@ class Stack:
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
         argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"]
-        self._run("ray", [*argv, "--disable-usage-stats", *flags], stage=0, grace_s=10)
+        # Ranks inherit Ray's environment, and need neither the database nor the API.
+        secret = {"GRADGATE_DATABASE_URL": "", "GRADGATE_API_KEY": ""}
+        self._run("ray", [*argv, "--disable-usage-stats", *flags], stage=0, grace_s=10, **secret)
 
     def _run(self, name: str, argv: list[str], *, stage: int, grace_s: float, **env: str) -> None:
         assert self._link is not None

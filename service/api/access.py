@@ -1,12 +1,13 @@
 """Who asks, and what they may do: API keys as `Authorization: Bearer`, or an open server on loopback.
 
 Fails closed. A server is open only while no key was ever made and it listens on loopback; then it serves this machine
-alone, and refuses what a browser sends on behalf of another site.
+alone, and refuses what a proxy hands on, and what a browser sends on behalf of another site.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -73,9 +74,10 @@ async def identify(
     if credentials is None:
         return await _without_key(request, services)
     key = await _find(services, credentials.credentials)
+    request.state.key = key.name  # for the log
     if (wait_s := services.rates.take(key.id)) > 0:
         detail = f"the key {key.name!r} asks more often than {services.settings.max_requests_per_minute} times a minute"
-        raise Problem(RATE_LIMITED, f"{detail}; slow down", headers={"Retry-After": f"{max(1, round(wait_s))}"})
+        raise Problem(RATE_LIMITED, f"{detail}; slow down", headers={"Retry-After": f"{math.ceil(wait_s)}"})
     return Principal(key)
 
 
@@ -106,12 +108,27 @@ async def _without_key(request: Request, services: Services) -> Principal:
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """A page from elsewhere, open in a browser on this machine, must not start anything here."""
+    """A page from elsewhere, open in a browser on this machine, must neither read nor start anything here.
+
+    The Host header betrays a site whose name was pointed at loopback (its pages are of one origin with this server
+    then), and a proxy that lets others in.
+    """
+    host = request.headers.get("host", "")
+    if not is_loopback(_hostname(host)):
+        remedy = "ask for localhost, or make a key: `gradgate keys create`"
+        raise Problem(FORBIDDEN, f"without keys this server is for its own machine, not for {host[:100]!r}; {remedy}")
     origin = request.headers.get("origin")
     if request.method in _SAFE_METHODS or origin is None:
         return
-    if urlsplit(origin).netloc != request.headers.get("host"):
+    if origin.partition("://")[2] != host:
         raise Problem(FORBIDDEN, f"a page of {origin[:100]} may not change anything on this server")
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _unauthenticated(detail: str) -> Problem:

@@ -33,6 +33,10 @@ async def admin(make):
     return headers
 
 
+OPEN = ("/healthz", "/readyz")
+"""What anybody may ask: a probe has no key."""
+
+
 async def post(api: AsyncClient, headers: dict[str, str], body: dict | None = None, **more: str) -> httpx.Response:
     return await api.post("/validate", json=body or {}, headers=headers | more)
 
@@ -45,6 +49,12 @@ def test_before_the_first_key_the_server_is_open(own_server):
     foreign = httpx.post(f"{base}/validate", headers={"Origin": "https://evil.example"})
     assert (foreign.status_code, foreign.json()["code"]) == (403, "forbidden")
     assert httpx.post(f"{base}/validate", headers={"Origin": base}).status_code == 202
+    # A site whose name was pointed at this machine is of one origin with the server: its name gives it away.
+    for host in ("evil.example:8470", "[::1", "10.0.0.1", ""):
+        rebound = httpx.get(f"{base}/validations", headers={"Host": host, "Origin": f"http://{host}"})
+        assert (rebound.status_code, rebound.json()["code"]) == (403, "forbidden"), host
+    for host in ("localhost", "[::1]:8470"):
+        assert httpx.get(f"{base}/orderings", headers={"Host": host}).status_code == 200
 
 
 async def test_beyond_loopback_nothing_is_open_even_without_keys(settings):
@@ -56,24 +66,31 @@ async def test_beyond_loopback_nothing_is_open_even_without_keys(settings):
         assert (await api.get("/healthz")).status_code == 200
 
 
-async def test_once_a_key_was_made_nothing_opens_without(api, make, admin):
-    for method, path in (
-        ("GET", "/validations"),
-        ("POST", "/validate"),
-        ("POST", "/predict"),
-        ("GET", "/orderings"),
-        ("GET", "/validations/val_" + "0" * 26),
-        ("GET", "/validations/val_" + "0" * 26 + "/ranks"),
-        ("GET", "/validations/val_" + "0" * 26 + "/trace"),
-        ("GET", "/validations/val_" + "0" * 26 + "/events"),
-        ("POST", "/validations/val_" + "0" * 26 + "/cancel"),
-    ):
-        response = await api.request(method, path)
-        assert (response.status_code, response.json()["code"]) == (401, "unauthenticated"), path
-        assert response.headers["www-authenticate"].startswith("Bearer")
-    for path in ("/healthz", "/readyz", "/openapi.json"):
-        assert (await api.get(path)).status_code == 200
+async def test_once_a_key_was_made_nothing_opens_without_and_nothing_without_its_scope(api, make, admin):
+    powerless, _ = await make("powerless", Scope.DRILL)  # goes with another scope only
+    routes = (await api.get("/openapi.json")).json()["paths"]
+    for path, methods in routes.items():
+        for method in methods:
+            response = await api.request(method.upper(), path.format(validation_id="val_" + "0" * 26))
+            if path in OPEN:
+                assert response.status_code == 200, path
+                continue
+            assert (response.status_code, response.json()["code"]) == (401, "unauthenticated"), path
+            assert response.headers["www-authenticate"].startswith("Bearer")
+            nothing = await api.request(method.upper(), path.format(validation_id="x"), headers=powerless)
+            assert (nothing.status_code, nothing.json()["code"]) == (403, "forbidden"), path
     assert (await api.get("/orderings", headers=admin)).status_code == 200
+
+
+async def test_the_log_names_the_key_and_never_its_secret(api, make, caplog):
+    headers, key = await make("logged", Scope.READ)
+    secret = headers["Authorization"].removeprefix("Bearer ")
+    with caplog.at_level("DEBUG"):
+        assert (await api.get("/validations", headers=headers)).status_code == 200
+        assert (await api.get(f"/validations?cursor={secret}", headers=headers)).status_code == 422
+    ours = [record for record in caplog.records if record.name != "httpx"]  # the client's own log has its URLs
+    assert [record.key for record in ours if record.message == "request"] == [key.name] * 2
+    assert not any(secret in str(vars(record)) for record in ours)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +204,6 @@ async def test_the_document_says_how_to_authenticate(api):
     (name,) = document["components"]["securitySchemes"]
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            protected = path not in ("/healthz", "/readyz")
+            protected = path not in OPEN
             assert (operation.get("security") == [{name: []}]) is protected, path
             assert ({"401", "403", "429"} <= set(operation["responses"])) is protected, path
