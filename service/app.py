@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from service.api import events, examples, health, openapi, orderings, predict, problems, rows, validations
 from service.api.dependencies import Services
+from service.api.rates import Rates
 from service.api.requests import RequestLog
 from service.api.schemas import ValidateRequest
 from service.settings import Settings
@@ -76,7 +77,9 @@ def _lifespan(settings: Settings) -> Callable[[FastAPI], Any]:
         )
         try:
             async with EventHub(settings.session_url or url) as hub:
-                app.state.services = Services(settings, _limits(settings), database, hub)
+                app.state.services = Services(
+                    settings, _limits(settings), database, hub, Rates(settings.max_requests_per_minute)
+                )
                 yield
                 app.state.stopping.set()
         finally:

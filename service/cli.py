@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from service import key_commands
 from workers.contract import Device, Dtype, Launcher, Normalization, OrderingName, ProbeName, Schedule
 from workers.faults import DRILL_FORM
 
@@ -31,6 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(key_commands.app, name="keys")
+
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="GRADGATE_API_KEY", help="A key of `gradgate keys create`.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the API's object; progress goes to standard error.")]
 Dp = Annotated[int | None, typer.Option(help="Data-parallel replicas.", show_default="2")]
 Pp = Annotated[int | None, typer.Option(help="Pipeline ranks.", show_default="2")]
@@ -125,6 +131,7 @@ def validate(
     url: Annotated[
         str | None, typer.Option(envvar="GRADGATE_URL", help="The server.", show_default="http://127.0.0.1:8470")
     ] = None,
+    api_key: ApiKey = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster to run on.", show_default="default")] = None,
     dp: Dp = None,
     pp: Pp = None,
@@ -196,7 +203,7 @@ def validate(
         labels=label,
         drill=drill,
     )
-    with GradgateClient(url or default_url()) as client:
+    with GradgateClient(url or default_url(), api_key=api_key) as client:
         validation = follow(client, request, open_console(stderr=json))
         if json:
             print_json(validation)

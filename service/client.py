@@ -66,13 +66,15 @@ class GradgateClient:
         base_url: str = "http://127.0.0.1:8470",
         *,
         timeout_s: float = 10.0,
+        api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         # A proxy from the environment must never stand between this machine and itself.
         trust_env = urlsplit(self.base_url).hostname not in _LOOPBACK
-        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s, headers=headers, trust_env=trust_env)
+        sent = dict(headers or {}) | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._http = httpx.Client(base_url=self.base_url, timeout=timeout_s, headers=sent, trust_env=trust_env)
 
     def close(self) -> None:
         """Close the connections."""

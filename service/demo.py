@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from service import progress
@@ -18,7 +19,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
         settings = settings.model_copy(update={"port": 0})
     with run_stack(settings, lambda text: console.print(text, style="dim")) as (_, addresses):
         console.print(f"POST {addresses.api_url}/validate {{}}")
-        with GradgateClient(addresses.api_url) as client:
+        with GradgateClient(addresses.api_url, api_key=os.environ.get("GRADGATE_API_KEY")) as client:
             validation = progress.follow(client, {}, console)
             if validation["state"] == "completed":
                 progress.print_details(client, validation, console)

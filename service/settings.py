@@ -91,6 +91,10 @@ class Settings(BaseSettings):
     max_world_size: int = Field(default=1024, ge=1)
     max_wait_s: float = Field(default=60.0, ge=0, le=3600)
     """Cap of `Prefer: wait`."""
+    max_active_validations: int = Field(default=1000, ge=1)
+    """Validations of one API key that have not ended."""
+    max_requests_per_minute: int = Field(default=600, ge=1)
+    """Of one API key, to one process."""
     snapshot_max_age_s: float = Field(default=30.0, gt=0)
     """Older capacity snapshots decide nothing."""
 

@@ -33,6 +33,7 @@ RAY_OBJECT_STORE_BYTES = 100 * 1024 * 1024
 """Statistics cross Ray, never gradients, so little more than the least that Ray accepts is plenty."""
 
 Found = TypeVar("Found")
+_POSTGRES_READY = "postgres.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Stack:
         api_url = url_of(settings.host, port)
         self._start_keeper(api_url)
 
-        ready_path = self._scratch / "postgres.json"
+        ready_path = self._scratch / _POSTGRES_READY
         if settings.database_url is None:
             self._run("postgres", gradgate("postgres", "--ready-file", str(ready_path)), stage=0, grace_s=15)
         if settings.ray_address is None:
@@ -142,7 +143,9 @@ class Stack:
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
         argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"]
-        self._run("ray", [*argv, "--disable-usage-stats", *flags], stage=0, grace_s=10)
+        # Ranks inherit Ray's environment, and need neither the database nor the API.
+        secret = {"GRADGATE_DATABASE_URL": "", "GRADGATE_API_KEY": ""}
+        self._run("ray", [*argv, "--disable-usage-stats", *flags], stage=0, grace_s=10, **secret)
 
     def _run(self, name: str, argv: list[str], *, stage: int, grace_s: float, **env: str) -> None:
         assert self._link is not None
@@ -217,6 +220,15 @@ def keep_postgres(home: Path, ready_path: Path) -> None:
         pass  # the way to end it
     finally:
         server.stop()
+
+
+def embedded_url(home: StackHome) -> str | None:
+    """The URL of the embedded Postgres of the stack that runs in this home; None where none runs."""
+    state = StackState.read(home.state_path)
+    if state is None or not processes.is_alive(state.owner):
+        return None
+    found = _read_json(Path(state.scratch_dir) / _POSTGRES_READY)
+    return str(found["url"]) if found else None
 
 
 def url_of(host: str, port: int) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Request
 
 from service.api.problems import NOT_ACCEPTABLE, VALIDATION_NOT_FOUND, FieldError, Problem, invalid
+from service.api.rates import Rates
 from service.settings import Settings
 from service.storage.events import EventHub
 from service.storage.session import Database
@@ -30,6 +31,7 @@ class Services:
     limits: Limits
     database: Database
     hub: EventHub
+    rates: Rates
 
 
 def services(request: Request) -> Services:

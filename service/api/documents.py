@@ -153,6 +153,8 @@ class ValidationDocument(Document):
     finished_at: datetime | None
     attempt: int
     cancel_requested_at: datetime | None
+    created_by: str | None
+    """The API key that it came with, by its id; null on a server without keys."""
 
 
 class AttemptDocument(Document):
@@ -321,6 +323,7 @@ def validation_document(validation: Validation) -> dict[str, Any]:
         "finished_at": plain(validation.finished_at),
         "attempt": validation.attempt,
         "cancel_requested_at": plain(validation.cancel_requested_at),
+        "created_by": validation.created_by or None,
     }
 
 

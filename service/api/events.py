@@ -14,8 +14,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
-from service.api.dependencies import Services, ServicesDep, ValidationId, accepted, not_found
-from service.api.openapi import responses
+from service.api.access import Reader, load_visible
+from service.api.dependencies import Services, ServicesDep, ValidationId, accepted
+from service.api.openapi import protected
 from service.api.problems import (
     INVALID_REQUEST,
     NOT_ACCEPTABLE,
@@ -26,7 +27,6 @@ from service.api.problems import (
 from service.api.waiting import Wakeup, interruptible
 from service.domain.validation import TERMINAL, Event
 from service.storage import events as stored_events
-from service.storage import validations
 from workers.encoding import plain
 
 HEARTBEAT_S = 15.0
@@ -57,7 +57,7 @@ class EventStream(StreamingResponse):
     responses={
         200: {"description": "Events in order, each once.", "content": {"text/event-stream": {"example": _EXAMPLE}}},
         204: {"description": "Nothing follows the given Last-Event-ID: the validation has ended. Do not reconnect."},
-        **responses(VALIDATION_NOT_FOUND, NOT_ACCEPTABLE, INVALID_REQUEST),
+        **protected(VALIDATION_NOT_FOUND, NOT_ACCEPTABLE, INVALID_REQUEST),
     },
     openapi_extra={
         "parameters": [
@@ -71,14 +71,13 @@ class EventStream(StreamingResponse):
         ]
     },
 )
-async def stream_events(request: Request, services: ServicesDep, validation_id: ValidationId) -> Response:
+async def stream_events(
+    request: Request, services: ServicesDep, principal: Reader, validation_id: ValidationId
+) -> Response:
     """Replays what has happened and then follows, up to and including the final event; comments keep it alive."""
     accepted(request, ("text/event-stream",))
     after_seq = _last_event_id(request)
-    async with services.database.read() as connection:
-        found = await validations.get(connection, validation_id)
-    if found is None:
-        raise not_found(validation_id)
+    found = await load_visible(services, principal, validation_id)
     if found.state in TERMINAL and after_seq >= found.last_event_seq:
         return Response(status_code=204)
     return EventStream(_follow(request, services, validation_id, after_seq), headers=_HEADERS)

@@ -116,4 +116,5 @@ VALIDATION: dict[str, Any] = {
     "finished_at": "2026-01-01T00:00:00.180000Z",
     "attempt": 1,
     "cancel_requested_at": None,
+    "created_by": None,
 }

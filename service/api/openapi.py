@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from service.api.bodies import MAX_BODY_BYTES
 from service.api.problems import (
     DATABASE_UNAVAILABLE,
+    FORBIDDEN,
     INFEASIBLE,
     INTERNAL_ERROR,
     INVALID_REQUEST,
@@ -18,6 +19,8 @@ from service.api.problems import (
     MALFORMED_JSON,
     MEDIA_TYPE,
     NOT_ACCEPTABLE,
+    RATE_LIMITED,
+    UNAUTHENTICATED,
     FieldError,
     Problem,
     ProblemKind,
@@ -42,6 +45,11 @@ def responses(*kinds: ProblemKind) -> dict[int | str, dict[str, Any]]:
         if kind not in known:
             known.append(kind)
     return {status: _openapi_response(found) for status, found in sorted(by_status.items())}
+
+
+def protected(*kinds: ProblemKind) -> dict[int | str, dict[str, Any]]:
+    """The same for a route that asks who asks."""
+    return responses(UNAUTHENTICATED, FORBIDDEN, RATE_LIMITED, *kinds)
 
 
 def _openapi_response(kinds: Sequence[ProblemKind]) -> dict[str, Any]:

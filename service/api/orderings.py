@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.access import Reader
 from service.api.documents import Document, json_response
-from service.api.openapi import responses
+from service.api.openapi import protected
 from workers.contract import OrderingName, Role
 from workers.layout import LayoutVersion
 from workers.orderings import ORDERINGS, SyncPhase
@@ -41,9 +42,9 @@ class OrderingCatalogue(Document):
     operation_id="listOrderings",
     summary="The catalogue of orderings",
     response_model=OrderingCatalogue,
-    responses=responses(),
+    responses=protected(),
 )
-async def list_orderings(request: Request) -> Response:
+async def list_orderings(request: Request, _: Reader) -> Response:
     """Each ordering: its buffer layout, its sync phases, where it comes from and what to expect."""
     fields = tuple(OrderingDocument.model_fields)
     items = [{field: getattr(ordering, field) for field in fields} for ordering in ORDERINGS.values()]

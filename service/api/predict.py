@@ -11,10 +11,11 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from service.api import examples
+from service.api.access import Reader
 from service.api.bodies import read_model
 from service.api.dependencies import accepted
 from service.api.documents import JSON, Document, json_response
-from service.api.openapi import body_schema, responses
+from service.api.openapi import body_schema, protected
 from service.api.problems import (
     BODY_TOO_LARGE,
     INVALID_REQUEST,
@@ -134,10 +135,10 @@ class PredictionDocument(Document):
     operation_id="predict",
     summary="What a layout gets wrong, from sizes alone",
     response_model=PredictionDocument,
-    responses=responses(INVALID_REQUEST, MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE),
+    responses=protected(INVALID_REQUEST, MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE),
     openapi_extra={"requestBody": body_schema(PredictRequest, examples.PREDICT_REQUESTS)},
 )
-async def predict(request: Request) -> Response:
+async def predict(request: Request, _: Reader) -> Response:
     """Any scale: the layout of a 175-billion-parameter model takes milliseconds."""
     accepted(request, (JSON,))
     asked = await read_model(request, PredictRequest)

@@ -51,6 +51,24 @@ KEY_REUSED = ProblemKind(
     "The Idempotency-Key was used for another request",
     "the key was first used with another body; use a new key for a new request",
 )
+UNAUTHENTICATED = ProblemKind(
+    "unauthenticated", 401, "No good API key", "send `Authorization: Bearer KEY`; `gradgate keys create` makes one"
+)
+FORBIDDEN = ProblemKind(
+    "forbidden",
+    403,
+    "The API key does not allow this",
+    "this needs the scope drill; the key 'nightly' has validate",
+)
+RATE_LIMITED = ProblemKind(
+    "rate_limited", 429, "Too many requests", "the key 'nightly' asks more often than 600 times a minute; slow down"
+)
+TOO_MANY_ACTIVE = ProblemKind(
+    "too_many_active_validations",
+    429,
+    "Too many validations that have not ended",
+    "100 validations of the key 'nightly' have not ended, the most allowed; wait for some or cancel them",
+)
 VALIDATION_NOT_FOUND = ProblemKind(
     "validation_not_found", 404, "No such validation", "no validation has the id val_unknown"
 )
@@ -71,6 +89,10 @@ DATABASE_UNAVAILABLE = ProblemKind(
 NOT_READY = ProblemKind("not_ready", 503, "Not ready", "the database is at another migration than this server")
 
 KINDS: tuple[ProblemKind, ...] = (
+    UNAUTHENTICATED,
+    FORBIDDEN,
+    RATE_LIMITED,
+    TOO_MANY_ACTIVE,
     MALFORMED_JSON,
     INVALID_REQUEST,
     KEY_REUSED,

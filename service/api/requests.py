@@ -58,7 +58,10 @@ class RequestLog:
         finally:
             duration_ms = round((time.perf_counter() - started_s) * 1e3, 2)
             # 499: the client left before there was a status to send.
-            _log.info("request", extra=_place(scope) | {"status": status or 499, "duration_ms": duration_ms})
+            about = _place(scope) | {"status": status or 499, "duration_ms": duration_ms}
+            if key := scope.get("state", {}).get("key"):
+                about["key"] = key
+            _log.info("request", extra=about)
 
 
 def _place(scope: Scope) -> dict[str, object]:

@@ -8,9 +8,10 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
-from service.api.dependencies import Services, ServicesDep, ValidationId, accepted, not_found
+from service.api.access import Reader, load_visible
+from service.api.dependencies import ServicesDep, ValidationId, accepted
 from service.api.documents import CSV, JSON, RankPage, RankRow, TracePage, TraceRow, csv_response, json_response
-from service.api.openapi import responses
+from service.api.openapi import protected
 from service.api.problems import INVALID_REQUEST, VALIDATION_NOT_FOUND
 from service.api.queries import RowQuery, bad_cursor
 from service.domain.cursor import Page
@@ -30,7 +31,7 @@ router = APIRouter(tags=["validations"])
 
 def _rows_responses() -> dict[int | str, dict[str, Any]]:
     success: dict[str, Any] = {"description": "A page of rows.", "headers": _LINK, "content": {CSV: _CSV}}
-    return {200: success, **responses(VALIDATION_NOT_FOUND, INVALID_REQUEST)}
+    return {200: success, **protected(VALIDATION_NOT_FOUND, INVALID_REQUEST)}
 
 
 @router.get(
@@ -41,16 +42,21 @@ def _rows_responses() -> dict[int | str, dict[str, Any]]:
     responses=_rows_responses(),
 )
 async def list_ranks(
-    request: Request, services: ServicesDep, validation_id: ValidationId, query: Annotated[RowQuery, Query()]
+    request: Request,
+    services: ServicesDep,
+    principal: Reader,
+    validation_id: ValidationId,
+    query: Annotated[RowQuery, Query()],
 ) -> Response:
     """One row per trial, step, rank and end, over the elements that the rank owns."""
     media_type = accepted(request, (JSON, CSV))
+    await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
         try:
             page = await validations.ranks_page(connection, validation_id, **query.model_dump())
         except CursorError as error:
             raise bad_cursor(query.cursor) from error
-    return await _respond(request, services, validation_id, page, RankRow, media_type)
+    return _respond(request, page, RankRow, media_type)
 
 
 @router.get(
@@ -61,36 +67,30 @@ async def list_ranks(
     responses=_rows_responses(),
 )
 async def list_trace(
-    request: Request, services: ServicesDep, validation_id: ValidationId, query: Annotated[RowQuery, Query()]
+    request: Request,
+    services: ServicesDep,
+    principal: Reader,
+    validation_id: ValidationId,
+    query: Annotated[RowQuery, Query()],
 ) -> Response:
     """One row per trial, step, phase, rank, end and dp shard of the tied weight."""
     media_type = accepted(request, (JSON, CSV))
+    await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
         try:
             page = await validations.trace_page(connection, validation_id, **query.model_dump())
         except CursorError as error:
             raise bad_cursor(query.cursor) from error
-    return await _respond(request, services, validation_id, page, TraceRow, media_type)
+    return _respond(request, page, TraceRow, media_type)
 
 
-async def _respond(
-    request: Request, services: Services, validation_id: str, page: Page[Row], row: type[BaseModel], media_type: str
-) -> Response:
-    if not page.items:
-        await _require_validation(services, validation_id)
+def _respond(request: Request, page: Page[Row], row: type[BaseModel], media_type: str) -> Response:
     columns = tuple(row.model_fields)
     headers = _next_link(request, page.next_cursor)
     if media_type == CSV:
         return csv_response(request, page.items, columns, headers)
     items = [{column: item[column] for column in columns} for item in page.items]
     return json_response(request, {"items": items, "next_cursor": page.next_cursor}, headers=headers)
-
-
-async def _require_validation(services: Services, validation_id: str) -> None:
-    """No rows: nothing measured yet, or no such validation? Only then is it worth a query."""
-    async with services.database.read() as connection:
-        if await validations.get(connection, validation_id) is None:
-            raise not_found(validation_id)
 
 
 def _next_link(request: Request, next_cursor: str | None) -> dict[str, str]:

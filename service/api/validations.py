@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from service.api import examples
+from service.api.access import Principal, Reader, Starter, load_visible
 from service.api.bodies import read_model
 from service.api.dependencies import (
     Services,
@@ -35,16 +36,18 @@ from service.api.documents import (
     validation_document,
 )
 from service.api.feasibility import shortfall
-from service.api.openapi import body_schema, responses
+from service.api.openapi import body_schema, protected
 from service.api.problems import (
     BODY_TOO_LARGE,
     INFEASIBLE,
     INVALID_REQUEST,
     KEY_REUSED,
     MALFORMED_JSON,
+    TOO_MANY_ACTIVE,
     UNSUPPORTED_MEDIA_TYPE,
     VALIDATION_NOT_FOUND,
     FieldError,
+    Problem,
     field_path,
     invalid,
 )
@@ -52,6 +55,7 @@ from service.api.queries import LABEL_PATTERN, ListQuery, bad_cursor
 from service.api.schemas import ValidateRequest
 from service.api.waiting import Wakeup, interruptible
 from service.domain.errors import CursorError, IdempotencyConflict
+from service.domain.keys import Scope
 from service.domain.validation import TERMINAL, Validation, new_validation_id
 from service.execution.messages import Placement
 from service.execution.order import to_placement
@@ -141,22 +145,33 @@ _RESPONSE_HEADERS = {
     responses={
         200: {"description": "It ended within the wait.", "model": ValidationDocument, "headers": _RESPONSE_HEADERS},
         202: {"description": "Stored; it has not ended yet.", "headers": _RESPONSE_HEADERS},
-        **responses(INVALID_REQUEST, MALFORMED_JSON, KEY_REUSED, INFEASIBLE, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE),
+        **protected(
+            INVALID_REQUEST,
+            MALFORMED_JSON,
+            KEY_REUSED,
+            INFEASIBLE,
+            BODY_TOO_LARGE,
+            UNSUPPORTED_MEDIA_TYPE,
+            TOO_MANY_ACTIVE,
+        ),
     },
     openapi_extra={
         "requestBody": body_schema(ValidateRequest, examples.VALIDATE_REQUESTS),
         "parameters": _HEADER_PARAMETERS,
     },
 )
-async def create_validation(request: Request, services: ServicesDep) -> Response:
+async def create_validation(request: Request, services: ServicesDep, principal: Starter) -> Response:
     """Every field has a default: `{}` and an empty body are valid. With `Prefer: wait=N` the answer is 200 if it ends.
 
     An Idempotency-Key used again with another request is 422, as draft-ietf-httpapi-idempotency-key-header has it.
     A mesh larger than what the cluster's dispatcher last saw is 409; without a fresh sighting it is queued.
     """
     asked = await read_model(request, ValidateRequest)
+    principal.require_cluster(asked.cluster)
+    if asked.drill is not None:
+        principal.require(Scope.DRILL)
     order = plan_order(asked, services.limits, idempotency_key(request))
-    validation, created = await _store(services, order)
+    validation, created = await _store(services, principal, order)
     headers = {"Location": f"/validations/{validation.id}"}
     if not created:
         headers["Idempotency-Replayed"] = "true"
@@ -170,9 +185,10 @@ async def create_validation(request: Request, services: ServicesDep) -> Response
     return json_response(request, validation_document(validation), status=status, headers=headers)
 
 
-async def _store(services: Services, order: Order) -> tuple[Validation, bool]:
+async def _store(services: Services, principal: Principal, order: Order) -> tuple[Validation, bool]:
     try:
         async with services.database.transaction() as connection:
+            num_active = await validations.lock_active(connection, principal.id)
             stored, created = await validations.insert(
                 connection,
                 validation_id=new_validation_id(),
@@ -181,17 +197,26 @@ async def _store(services: Services, order: Order) -> tuple[Validation, bool]:
                 labels=order.labels,
                 num_ranks=order.num_ranks,
                 deadline_s=order.deadline_s,
+                created_by=principal.id,
                 idempotency_key=order.key,
                 request_hash=order.request_hash if order.key else None,
             )
             # After the insert, so that repeating an accepted request never turns into a refusal; raising rolls back.
             if created:
+                _refuse_too_many(services, principal, num_active)
                 await _refuse_infeasible(connection, services, order)
             return stored, created
     except IdempotencyConflict as conflict:
         remedy = "use a new key for a new request"
         error = FieldError("header.Idempotency-Key", order.key, "is already used for another request", remedy)
         raise invalid([error], KEY_REUSED) from conflict
+
+
+def _refuse_too_many(services: Services, principal: Principal, num_active: int) -> None:
+    if num_active >= services.settings.max_active_validations:
+        whose = f"of the key {principal.key.name!r} " if principal.key else ""
+        detail = f"{num_active} validations {whose}have not ended, the most allowed; wait for some or cancel them"
+        raise Problem(TOO_MANY_ACTIVE, detail, headers={"Retry-After": "5"})
 
 
 async def _refuse_infeasible(connection: Connection, services: Services, order: Order) -> None:
@@ -232,16 +257,20 @@ async def _load(services: Services, validation_id: str) -> Validation:
     operation_id="listValidations",
     summary="Validations, newest first",
     response_model=ValidationPage,
-    responses=responses(INVALID_REQUEST),
+    responses=protected(INVALID_REQUEST),
 )
-async def list_validations(request: Request, services: ServicesDep, query: Annotated[ListQuery, Query()]) -> Response:
-    """Filtered and paged by keyset: new validations never shift a page."""
+async def list_validations(
+    request: Request, services: ServicesDep, principal: Reader, query: Annotated[ListQuery, Query()]
+) -> Response:
+    """Filtered and paged by keyset: new validations never shift a page. A key sees its own clusters' only."""
     accepted(request, (JSON,))
+    if query.cluster is not None:
+        principal.require_cluster(query.cluster)
     filters = query.model_dump() | {"labels": _parse_labels(query.label)}
     del filters["label"]
     try:
         async with services.database.read() as connection:
-            page = await validations.list_page(connection, **filters)
+            page = await validations.list_page(connection, visible=principal.clusters, **filters)
     except CursorError as error:
         raise bad_cursor(query.cursor) from error
     items = [validation_document(item) | {"fingerprint": None} for item in page.items]
@@ -264,16 +293,16 @@ def _parse_labels(given: list[str]) -> dict[str, str]:
     operation_id="getValidation",
     summary="One validation",
     response_model=DetailedValidation,
-    responses={304: {"description": "As tagged by If-None-Match."}, **responses(VALIDATION_NOT_FOUND)},
+    responses={304: {"description": "As tagged by If-None-Match."}, **protected(VALIDATION_NOT_FOUND)},
 )
-async def get_validation(request: Request, services: ServicesDep, validation_id: ValidationId) -> Response:
+async def get_validation(
+    request: Request, services: ServicesDep, principal: Reader, validation_id: ValidationId
+) -> Response:
     """Carries a strong ETag: poll with If-None-Match."""
     accepted(request, (JSON,))
+    validation = await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
-        validation = await validations.get(connection, validation_id)
         tenures = await ledger.of_validation(connection, validation_id)
-    if validation is None:
-        raise not_found(validation_id)
     return json_response(request, validation_document(validation) | {"attempts": attempt_documents(tenures)})
 
 
@@ -286,11 +315,14 @@ async def get_validation(request: Request, services: ServicesDep, validation_id:
     responses={
         200: {"description": "It is final already, or was still queued.", "model": ValidationDocument},
         202: {"description": "Asked; it is `cancelled` once its gang is gone."},
-        **responses(VALIDATION_NOT_FOUND),
+        **protected(VALIDATION_NOT_FOUND),
     },
 )
-async def cancel_validation(request: Request, services: ServicesDep, validation_id: ValidationId) -> Response:
+async def cancel_validation(
+    request: Request, services: ServicesDep, principal: Starter, validation_id: ValidationId
+) -> Response:
     """Idempotent. What waits is cancelled at once; what runs when its gang is gone; what is final stays as it is."""
+    await load_visible(services, principal, validation_id)
     async with services.database.transaction() as connection:
         validation = await validations.request_cancel(connection, validation_id)
     if validation is None:

@@ -21,6 +21,18 @@ class IdempotencyConflict(ServiceError):  # noqa: N818
     code = "idempotency_conflict"
 
 
+class KeyNameTaken(ServiceError):  # noqa: N818
+    """An API key's name belongs to another key."""
+
+    code = "key_name_taken"
+
+
+class UnprotectedAddress(ServiceError):  # noqa: N818
+    """A server without keys was asked to listen where others reach it."""
+
+    code = "unprotected_address"
+
+
 class CursorError(ServiceError):
     """A page cursor that this service did not hand out, or handed out for another listing."""
 

@@ -5,8 +5,6 @@ Pure. The storage layer applies these rules inside a transaction; nothing else m
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,15 +13,13 @@ from typing import Any
 
 from service.domain.cause import Cause
 from service.domain.errors import IllegalMove
+from service.domain.ids import sortable_id
 from workers.contract import CollectiveSummary, Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
 """How often a validation is started at most; each start that loses its dispatcher uses one."""
 
 ID_PREFIX = "val_"
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Crockford's base 32 in ascending ASCII order, so that ids sort as bytes in the order of their making."""
-_NUM_CHARACTERS = 26
 
 
 class State(StrEnum):
@@ -89,10 +85,8 @@ def sources(target: State) -> tuple[State, ...]:
 
 
 def new_validation_id() -> str:
-    """An id that sorts by its time of making: 48 bits of Unix milliseconds, then 80 random bits."""
-    number = (time.time_ns() // 1_000_000) << 80 | secrets.randbits(80)
-    digits = (_ALPHABET[(number >> 5 * place) & 31] for place in reversed(range(_NUM_CHARACTERS)))
-    return ID_PREFIX + "".join(digits)
+    """A new validation's id."""
+    return sortable_id(ID_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +144,5 @@ class Validation:
     last_event_seq: int
     revision: int = field(default=0)
     """Rises with every change of the row except lease renewals and progress events: a strong ETag's content."""
+    created_by: str = ""
+    """The id of the API key that it came with; empty where no keys are configured."""

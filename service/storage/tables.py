@@ -18,6 +18,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     Table,
@@ -27,7 +28,7 @@ from sqlalchemy import (
     func,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 metadata = MetaData(
     naming_convention={
@@ -101,7 +102,9 @@ validations = Table(
     Column("revision", Integer, nullable=False, server_default=text("1")),
     Column("observations", JSONB, nullable=False, server_default=text("'[]'")),
     Column("collectives", JSONB, nullable=False, server_default=text("'[]'")),
-    UniqueConstraint("idempotency_key"),
+    # The API key's id; empty where no keys are configured.
+    Column("created_by", _BYTES_ORDER, nullable=False, server_default=text("''")),
+    UniqueConstraint("created_by", "idempotency_key"),
     CheckConstraint(
         "state IN ('queued', 'starting', 'running', 'completed', 'failed', 'cancelled')",
         name="state",
@@ -122,6 +125,11 @@ validations = Table(
     CheckConstraint("(lease_expires_at IS NULL) OR (dispatcher_id IS NOT NULL)", name="lease_has_holder"),
     CheckConstraint("(idempotency_key IS NULL) = (request_hash IS NULL)", name="key_has_hash"),
     CheckConstraint("num_ranks > 0", name="num_ranks"),
+    Index(
+        "ix_validations_active",
+        "created_by",
+        postgresql_where=text("state IN ('queued', 'starting', 'running')"),
+    ),
     Index("ix_validations_queue", "cluster", "created_at", "id", postgresql_where=text("state = 'queued'")),
     Index(
         "ix_validations_lease",
@@ -292,6 +300,23 @@ capacity_snapshots = Table(
     PrimaryKeyConstraint("cluster", "dispatcher_id"),
 )
 
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", _BYTES_ORDER, primary_key=True),
+    _text("name"),
+    Column("secret_hash", LargeBinary, nullable=False),
+    Column("scopes", ARRAY(Text), nullable=False),
+    Column("clusters", ARRAY(Text), nullable=True),
+    _moment("created_at", nullable=False),
+    _moment("expires_at"),
+    _moment("last_used_at"),
+    _moment("revoked_at"),
+    UniqueConstraint("name"),
+    UniqueConstraint("secret_hash"),
+    CheckConstraint("cardinality(scopes) > 0 AND scopes <@ ARRAY['read', 'validate', 'drill', 'admin']", name="scopes"),
+    CheckConstraint("clusters IS NULL OR cardinality(clusters) > 0", name="clusters"),
+)
 
 _REFUSE_CHANGE = """
 CREATE FUNCTION gradgate_refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$

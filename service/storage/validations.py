@@ -6,7 +6,7 @@ The queue's side of the same rows is `service.storage.queue`; per-rank rows are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, and_, func, select, true, update
@@ -48,11 +48,13 @@ async def insert(
     labels: Mapping[str, str],
     num_ranks: int,
     deadline_s: float,
+    created_by: str = "",
     idempotency_key: str | None = None,
     request_hash: str | None = None,
 ) -> tuple[Validation, bool]:
     """Queue a validation, or find the one already stored under `idempotency_key`; True where it is new.
 
+    An Idempotency-Key is one per `created_by`, the id of an API key (empty where no keys are configured).
     Two concurrent calls with one key end with one row. Raises IdempotencyConflict where the key belongs to a
     request with another hash.
     """
@@ -66,21 +68,32 @@ async def insert(
             num_ranks=num_ranks,
             deadline_s=deadline_s,
             drill=request.get("drill") is not None,
+            created_by=created_by,
             idempotency_key=idempotency_key,
             request_hash=request_hash if idempotency_key is not None else None,
             schema_version=SCHEMA_VERSION,
             verdict_rules_version=VERDICT_RULES_VERSION,
             last_event_seq=1,
         )
-        .on_conflict_do_nothing(index_elements=[validations.c.idempotency_key])
+        .on_conflict_do_nothing(index_elements=[validations.c.created_by, validations.c.idempotency_key])
         .returning(validations)
     )
     row = (await connection.execute(statement)).one_or_none()
     if row is None:
-        return await _stored_under(connection, idempotency_key, request_hash), False
+        return await _stored_under(connection, created_by, idempotency_key, request_hash), False
     await record(connection, [(validation_id, 1, EventType.QUEUED, {"num_ranks": num_ranks})])
     await notify(connection, QUEUE_CHANNEL, {cluster})
     return _to_validation(row, ()), True
+
+
+async def lock_active(connection: Connection, created_by: str) -> int:
+    """How many validations of one creator have not ended; nobody else's insert under this lock can change it."""
+    lock = func.pg_advisory_xact_lock(func.hashtextextended(f"gradgate active {created_by}", 0))
+    await connection.execute(select(lock))
+    unended = select(func.count()).where(
+        validations.c.created_by == created_by, validations.c.state.in_((State.QUEUED, *sorted(LEASED)))
+    )
+    return int(await connection.scalar(unended) or 0)
 
 
 async def get(connection: Connection, validation_id: str) -> Validation | None:
@@ -93,6 +106,7 @@ async def list_page(
     connection: Connection,
     *,
     cluster: str | None = None,
+    visible: Collection[str] | None = None,
     state: State | None = None,
     verdict: Verdict | None = None,
     labels: Mapping[str, str] | None = None,
@@ -100,10 +114,12 @@ async def list_page(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Validation]:
-    """Validations, newest first. Raises CursorError for a cursor of another listing."""
+    """Validations, newest first, of the clusters in `visible` (None: all). Raises CursorError for another's cursor."""
     conditions: list[ColumnElement[bool]] = []
     if cluster is not None:
         conditions.append(validations.c.cluster == cluster)
+    if visible is not None:
+        conditions.append(validations.c.cluster.in_(visible))
     if state is not None:
         conditions.append(validations.c.state == state)
     if verdict is not None:
@@ -159,10 +175,14 @@ async def _ask_to_cancel(connection: Connection, validation_id: str) -> None:
         await notify(connection, QUEUE_CHANNEL, {row.cluster})
 
 
-async def _stored_under(connection: Connection, idempotency_key: str | None, request_hash: str | None) -> Validation:
+async def _stored_under(
+    connection: Connection, created_by: str, idempotency_key: str | None, request_hash: str | None
+) -> Validation:
     stored = (
         await connection.execute(
-            select(validations.c.id, validations.c.request_hash).where(validations.c.idempotency_key == idempotency_key)
+            select(validations.c.id, validations.c.request_hash).where(
+                validations.c.created_by == created_by, validations.c.idempotency_key == idempotency_key
+            )
         )
     ).one()
     if stored.request_hash != request_hash:

@@ -62,7 +62,7 @@ async def app(settings: Settings) -> AsyncIterator[FastAPI]:
 @pytest.fixture(scope="module")
 async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
         yield client
 
 
