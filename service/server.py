@@ -10,6 +10,7 @@ import uvicorn
 
 from service.app import create_app
 from service.telemetry import configure_logging
+from service.tracing import configure_tracing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -46,6 +47,7 @@ class Server(uvicorn.Server):
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Exits with a message where the address is taken or the database cannot open."""
     configure_logging()
+    configure_tracing("gradgate-serve")
     app = create_app(settings)
     _log.info("serving", extra={"host": settings.host, "port": settings.port})
     Server(app, settings).run()

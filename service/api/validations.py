@@ -55,6 +55,7 @@ from service.execution.messages import Placement
 from service.execution.order import to_placement
 from service.storage import capacity, validations
 from service.storage.session import Connection
+from service.tracing import current_traceparent
 from workers.contract import Device
 from workers.encoding import plain
 from workers.plan import Limits, violations
@@ -181,6 +182,7 @@ async def _store(services: Services, order: Order) -> tuple[Validation, bool]:
                 deadline_s=order.deadline_s,
                 idempotency_key=order.key,
                 request_hash=order.request_hash if order.key else None,
+                traceparent=current_traceparent(),
             )
             # After the insert, so that repeating an accepted request never turns into a refusal; raising rolls back.
             if created:

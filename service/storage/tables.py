@@ -99,6 +99,7 @@ validations = Table(
     Column("revision", Integer, nullable=False, server_default=text("1")),
     Column("observations", JSONB, nullable=False, server_default=text("'[]'")),
     Column("collectives", JSONB, nullable=False, server_default=text("'[]'")),
+    _text("traceparent", nullable=True),
     UniqueConstraint("idempotency_key"),
     CheckConstraint(
         "state IN ('queued', 'starting', 'running', 'completed', 'failed', 'cancelled')",

@@ -50,6 +50,7 @@ async def insert(
     deadline_s: float,
     idempotency_key: str | None = None,
     request_hash: str | None = None,
+    traceparent: str | None = None,
 ) -> tuple[Validation, bool]:
     """Queue a validation, or find the one already stored under `idempotency_key`; True where it is new.
 
@@ -70,6 +71,7 @@ async def insert(
             request_hash=request_hash if idempotency_key is not None else None,
             schema_version=SCHEMA_VERSION,
             verdict_rules_version=VERDICT_RULES_VERSION,
+            traceparent=traceparent,
             last_event_seq=1,
         )
         .on_conflict_do_nothing(index_elements=[validations.c.idempotency_key])
