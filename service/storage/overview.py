@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import distinct_on
 
 from service.domain.validation import State
 from service.storage.session import Connection
@@ -80,7 +81,7 @@ async def _reports(connection: Connection) -> tuple[ClusterReport, ...]:
             snapshots.num_nodes,
             snapshots.num_gpus,
         )
-        .distinct(snapshots.cluster)
+        .ext(distinct_on(snapshots.cluster))
         .order_by(snapshots.cluster, snapshots.stored_at.desc())
     )
     rows = (await connection.execute(newest)).all()

@@ -220,7 +220,7 @@ def _to_collective(stored: Mapping[str, Any]) -> CollectiveSummary:
 
 def _to_validation(row: Row[Any], judged: Sequence[TrialSummary]) -> Validation:
     values = dict(row._mapping)
-    del values["idempotency_key"], values["request_hash"]
+    del values["idempotency_key"], values["request_hash"], values["traceparent"]
     return Validation(
         **values
         | {
