@@ -19,7 +19,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 
-from service.api import events, examples, health, openapi, orderings, predict, problems, rows, validations
+from service.api import events, examples, health, metrics, openapi, orderings, predict, problems, rows, validations
 from service.api.dependencies import Services
 from service.api.rates import Rates
 from service.api.requests import RequestLog
@@ -50,9 +50,10 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (validations, rows, events, orderings, predict, health):
+    for module in (validations, rows, events, orderings, predict, health, metrics):
         app.include_router(module.router)
-    app.add_middleware(RequestLog)
+    app.state.metrics = metrics.HttpMetrics()
+    app.add_middleware(RequestLog, metrics=app.state.metrics)
     app.add_exception_handler(problems.Problem, problems.answer_problem)
     app.add_exception_handler(HTTPException, problems.answer_http_exception)
     app.add_exception_handler(RequestValidationError, problems.answer_invalid_parameters)

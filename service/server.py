@@ -17,6 +17,7 @@ from service.domain.errors import UnprotectedAddress
 from service.storage import keys
 from service.storage.session import Database
 from service.telemetry import configure_logging
+from service.tracing import configure_tracing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -56,6 +57,7 @@ def serve(settings: Settings) -> None:
     Raises UnprotectedAddress where anybody could reach a server that has no keys.
     """
     configure_logging()
+    configure_tracing("gradgate-serve")
     asyncio.run(_refuse_unprotected(settings))
     server = Server(create_app(settings), settings)
     # uvicorn stops on SIGTERM and then raises it once more for whoever was there before: the end asked for is no

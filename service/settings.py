@@ -107,6 +107,9 @@ class Settings(BaseSettings):
     """The queue is polled this often; notifications only make it faster."""
     max_parallel: int = Field(default=4, ge=1)
     """Validations that one dispatcher runs at once."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Where a dispatcher answers Prometheus; 0: nowhere. `serve` has /metrics beside the API."""
 
     @property
     def session_url(self) -> str | None:

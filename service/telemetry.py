@@ -1,4 +1,4 @@
-"""Structured logs for every service process: one JSON object a line, with the id of the request behind it.
+"""Structured logs for every service process: one JSON object a line, with the id of the request or attempt behind it.
 
 Must not know the API, the database or Ray: `serve`, `dispatch` and the CLI all import it. Values go in as
 `extra={...}`, never into the message, so that a message is a stable string to search for.
@@ -18,6 +18,9 @@ from typing import Any, TextIO
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the HTTP request being served in this context; None outside one."""
 
+attempt: ContextVar[tuple[str, int] | None] = ContextVar("attempt", default=None)
+"""The validation's id and the attempt that this task works on; None where it works on none."""
+
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _ACCEPTABLE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -30,7 +33,10 @@ def choose_request_id(offered: str | None) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON: at, level, logger, message, request_id, extras, error."""
+    """Formats a record as one line of JSON.
+
+    at, level, logger, message; request_id, validation_id and attempt where there is one; extras; error.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line; a value JSON does not know becomes its text."""
@@ -42,6 +48,8 @@ class JsonLines(logging.Formatter):
         }
         if (current := request_id.get()) is not None:
             line["request_id"] = current
+        if (work := attempt.get()) is not None:
+            line["validation_id"], line["attempt"] = work
         extras = ((key, value) for key, value in vars(record).items() if key not in _OWN_FIELDS)
         line.update((key, value) for key, value in extras if not key.startswith("_"))
         if record.exc_info:

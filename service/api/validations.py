@@ -61,6 +61,7 @@ from service.execution.messages import Placement
 from service.execution.order import to_placement
 from service.storage import capacity, ledger, validations
 from service.storage.session import Connection
+from service.tracing import current_traceparent
 from workers.contract import Device
 from workers.encoding import plain
 from workers.plan import Limits, violations
@@ -200,6 +201,7 @@ async def _store(services: Services, principal: Principal, order: Order) -> tupl
                 created_by=principal.id,
                 idempotency_key=order.key,
                 request_hash=order.request_hash if order.key else None,
+                traceparent=current_traceparent(),
             )
             # After the insert, so that repeating an accepted request never turns into a refusal; raising rolls back.
             if created:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from service import telemetry
 from service.domain.cause import unknown
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer
@@ -84,6 +85,7 @@ class Attempt:
 
     async def run(self) -> None:
         """Work until there is a final message, and send it."""
+        telemetry.attempt.set((self._start.key.validation_id, self._start.key.attempt))
         try:
             async with asyncio.timeout(self._start.remaining_s):
                 await self._work_through()
@@ -95,7 +97,7 @@ class Attempt:
         except asyncio.CancelledError:
             ending = self._cancelled()
         except Exception as error:
-            _log.exception("an attempt broke", extra={"validation": self._start.key.validation_id})
+            _log.exception("an attempt broke")
             message = f"the driver could not run this attempt: {type(error).__name__}: {error}"
             ending = self._fail(FailureDetail("driver_error", message))
         # Shielded: a cancel that comes now must not keep the final message from being sent.
@@ -129,7 +131,7 @@ class Attempt:
         except GangFailure as broken:
             repeated = Repeated(unknown(f"the repeat with the ranks in other seats broke: {broken.detail.message}"))
         except Exception as error:
-            _log.exception("a failed run could not be repeated", extra={"validation": self._start.key.validation_id})
+            _log.exception("a failed run could not be repeated")
             repeated = Repeated(
                 unknown(f"the repeat with the ranks in other seats broke: {type(error).__name__}: {error}")
             )

@@ -8,16 +8,19 @@ import asyncio
 import signal
 
 from service.execution.leadership import lead
+from service.execution.measures import Measures
 from service.execution.supervisor import Supervisor
 from service.settings import Settings
 from service.storage.events import EventHub
 from service.storage.session import Database
 from service.telemetry import configure_logging
+from service.tracing import configure_tracing
 
 
 def run(settings: Settings) -> None:
     """Dispatch until SIGTERM or SIGINT; then requeue what runs, end the driver child and return."""
     configure_logging()
+    configure_tracing("gradgate-dispatch")
     asyncio.run(_run_until_signalled(settings))
 
 
@@ -33,18 +36,23 @@ async def dispatch(settings: Settings, stopping: asyncio.Event) -> None:
     """Dispatch until `stopping` is set: stand by, lead, and stand by again when the lead is lost."""
     if settings.database_url is None:
         raise ValueError("GRADGATE_DATABASE_URL is not set; a dispatcher needs the database that `serve` uses")
+    measures = Measures()
+    if settings.metrics_port:
+        measures.expose(settings.metrics_host, settings.metrics_port)
     database = Database(
         settings.database_url, pool_size=settings.database_pool_size, through_pooler=settings.through_pooler
     )
     try:
         async with EventHub(settings.session_url or settings.database_url) as hub:
             while not stopping.is_set():
-                await _stand_by_and_lead(settings, database, hub, stopping)
+                await _stand_by_and_lead(settings, database, hub, stopping, measures)
     finally:
         await database.close()
 
 
-async def _stand_by_and_lead(settings: Settings, database: Database, hub: EventHub, stopping: asyncio.Event) -> None:
+async def _stand_by_and_lead(
+    settings: Settings, database: Database, hub: EventHub, stopping: asyncio.Event, measures: Measures
+) -> None:
     assert settings.session_url is not None
     waiting = asyncio.create_task(lead(settings.session_url, settings.cluster, settings.poll_s))
     await first_of(waiting, asyncio.create_task(stopping.wait()))
@@ -54,8 +62,10 @@ async def _stand_by_and_lead(settings: Settings, database: Database, hub: EventH
     leadership = waiting.result()
     try:
         ending = asyncio.create_task(first_of(*map(asyncio.create_task, (stopping.wait(), leadership.lost.wait()))))
-        await Supervisor(settings, database, hub).serve(ending)
+        measures.leading.set(1)
+        await Supervisor(settings, database, hub, measures).serve(ending)
     finally:
+        measures.leading.set(0)
         await leadership.close()
 
 

@@ -128,12 +128,12 @@ class Driver:
                 # No snapshot is the sign: the supervisor replaces a driver that stays silent.
                 _log.warning("cannot read the cluster's nodes", extra={"reason": str(error)})
                 continue
-            self._send(Capacity(self._nodes))
+            self._send(Capacity(self._nodes, self._pool.num_idle))
             await self._pool.sweep(self._nodes)
 
     def _observe(self) -> None:
         self._read_nodes()
-        self._send(Capacity(self._nodes))
+        self._send(Capacity(self._nodes, self._pool.num_idle))
 
     def _read_nodes(self) -> tuple[NodeCapacity, ...]:
         self._nodes = read_nodes(self._config.node_label)

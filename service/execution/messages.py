@@ -112,6 +112,7 @@ class Capacity:
     """What the cluster has in total now; also the driver's sign of life."""
 
     nodes: tuple[NodeCapacity, ...]
+    num_idle_gangs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ class Pool:
             raise
         return reservation
 
+    @property
+    def num_idle(self) -> int:
+        """Warm gangs that nobody uses now."""
+        return len(self._idle)
+
     def give_back(self, gang: Gang) -> None:
         """Keep a gang that worked well; the least recently used one leaves when there are too many."""
         gang.idle_since_s = time.monotonic()

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from service import telemetry
 from service.domain.cause import Attribution, unknown
 from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
 from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
+from service.execution.measures import PHASES, Measures
 from service.execution.messages import (
     Cancelled,
     Failed,
@@ -32,6 +34,7 @@ from service.execution.messages import (
 from service.storage import ledger, queue
 from service.storage.events import append_many
 from service.storage.session import DATABASE_AWAY, Connection, Database
+from service.tracing import tell_attempt
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
 from workers.evidence import sign_fingerprints
 from workers.plan import ExperimentSpec, trials
@@ -65,7 +68,9 @@ class _Step:
 class Record:
     """Writes one attempt down. `hear` takes the driver's messages; `run` returns once the last is stored."""
 
-    def __init__(self, database: Database, key: WorkKey, queued_s: float) -> None:
+    def __init__(
+        self, database: Database, key: WorkKey, queued_s: float, measures: Measures, traceparent: str | None = None
+    ) -> None:
         self.key = key
         self.cancel_requested = False
         self.lost = False
@@ -73,6 +78,8 @@ class Record:
         self.ending = False
         """The last words are being written; after that nobody holds a lease."""
         self._database = database
+        self._measures = measures
+        self._traceparent = traceparent
         self._spec: ExperimentSpec | None = None
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._plan: tuple[TrialSpec, ...] = ()
@@ -97,6 +104,7 @@ class Record:
 
     async def run(self) -> None:
         """Write until the final message is stored, or until the attempt is lost."""
+        telemetry.attempt.set((self.key.validation_id, self.key.attempt))
         final: Final | None = None
         while final is None and not self.lost:
             messages = await self._next_messages()
@@ -105,6 +113,27 @@ class Record:
             self.ending = final is not None
             judgement = await self._judge() if isinstance(final, Finished) else None
             await self._store(steps, judgement if judgement is not None else final)
+            if final is not None and not self.lost:
+                self._tell(judgement if judgement is not None else final)
+
+    def _tell(self, end: Judgement | Final) -> None:
+        """The stored end, to whoever watches the dispatcher."""
+        outcome = "completed" if isinstance(end, Judgement) else type(end).__name__.lower()
+        verdict = end.verdict.value if isinstance(end, Judgement) else None
+        self._measures.ended(outcome, verdict, self._timings)
+        phases = {phase: self._timings[key] for phase, key in PHASES.items() if key in self._timings}
+        attributes: dict[str, str | int] = {
+            "gradgate.validation_id": self.key.validation_id,
+            "gradgate.attempt": self.key.attempt,
+            "gradgate.outcome": outcome,
+            "gradgate.verdict": verdict or "",
+        }
+        failure = end.detail if isinstance(end, Failed) else None
+        told: dict[str, object] = {"outcome": outcome, "verdict": verdict, "phases_s": phases}
+        if failure is not None:
+            told |= {"code": failure.code, "world_rank": failure.world_rank, "node": failure.node}
+        _log.info("an attempt ended", extra=told)
+        tell_attempt(self._traceparent, attributes, phases, failure.message if failure else None)
 
     async def _next_messages(self) -> list[Message]:
         messages = [await self._inbox.get()]
@@ -157,7 +186,7 @@ class Record:
             nodes = {rank.world_rank: rank.node for rank in self._fingerprint}
             judgement = await asyncio.to_thread(judge, self._plan, self._chronicle.reports, nodes)
         except Exception as error:
-            _log.exception("the judge broke", extra={"validation": self.key.validation_id})
+            _log.exception("the judge broke")
             return Failed(self.key, FailureDetail("judge_error", f"the reports could not be judged: {error!r}"))
         self._timings["judge_s"] = round(time.monotonic() - judging_s, 6)
         self._timings["attempt_s"] = round(time.monotonic() - self._began_s, 6)
@@ -175,7 +204,7 @@ class Record:
                     self.lost = not await self._write(connection, steps, end)
                 return
             except DATABASE_AWAY as error:
-                extra = {"validation": self.key.validation_id, "reason": str(error)}
+                extra = {"reason": str(error)}
                 _log.warning("cannot store an attempt, trying again", extra=extra)
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from service.domain.validation import FailureDetail
 from service.execution.child import DriverChild
+from service.execution.measures import Measures
 from service.execution.messages import (
     Cancel,
     Cancelled,
@@ -69,8 +70,10 @@ def driver_config(settings: Settings) -> DriverConfig:
 class Supervisor:
     """Serves one term as leader."""
 
-    def __init__(self, settings: Settings, database: Database, hub: EventHub) -> None:
+    def __init__(self, settings: Settings, database: Database, hub: EventHub, measures: Measures) -> None:
         self._settings = settings
+        self._measures = measures
+        measures.attempts_running.set_function(lambda: len(self._records))
         self._database = database
         self._hub = hub
         self._records: dict[WorkKey, Record] = {}
@@ -123,7 +126,8 @@ class Supervisor:
     def _begin(self, claim: queue.Claim) -> None:
         key = WorkKey(claim.id, claim.attempt)
         claimed_at = claim.lease_expires_at.timestamp() - self._settings.lease_s
-        record = Record(self._database, key, queued_s=max(0.0, claimed_at - claim.created_at.timestamp()))
+        queued_s = max(0.0, claimed_at - claim.created_at.timestamp())
+        record = Record(self._database, key, queued_s, self._measures, claim.traceparent)
         self._records[key] = record
         self._tasks[key] = asyncio.create_task(self._keep(record))
         try:
@@ -144,7 +148,7 @@ class Supervisor:
         try:
             await record.run()
         except Exception as error:
-            _log.exception("an attempt could not be written down", extra={"validation": key.validation_id})
+            _log.exception("an attempt could not be written down")
             record.lost = True
             await self._give_up(key, error)
         finally:
@@ -152,7 +156,8 @@ class Supervisor:
             self._tasks.pop(key, None)
             self._news.wake()
             if record.lost:
-                _log.warning("dropped an attempt that is no longer ours", extra={"validation": key.validation_id})
+                self._measures.leases_lost.inc()
+                _log.warning("dropped an attempt that is no longer ours")
                 self._order(Cancel(key))
 
     async def _give_up(self, key: WorkKey, error: Exception) -> None:
@@ -172,7 +177,8 @@ class Supervisor:
                 # Leases lapse while the database is away. Whoever held them renews first, another dispatcher too.
                 if time.monotonic() - answering_since_s >= self._settings.lease_s / 2:
                     async with self._database.transaction() as connection:
-                        await queue.requeue_expired(connection, cluster=self._settings.cluster)
+                        lapsed = await queue.requeue_expired(connection, cluster=self._settings.cluster)
+                    self._measures.leases_lapsed.inc(len(lapsed))
             if not answered:
                 answering_since_s = None
             await asyncio.sleep(self._settings.lease_s / 3)
@@ -203,6 +209,7 @@ class Supervisor:
             await child.kill()
             for record in list(self._records.values()):
                 record.hear(Requeue("the driver process died"))
+            self._measures.driver_deaths.inc()
             num_failures = 0 if time.monotonic() - began_s > 60 else num_failures + 1
             _log.warning(
                 "the driver process died, starting another", extra={"pid": child.pid, "in_a_row": num_failures}
@@ -227,6 +234,7 @@ class Supervisor:
             _log.info("the driver is ready", extra={"ray": message.ray_version, "pid": message.pid})
             self._news.wake()
         elif isinstance(message, Capacity):
+            self._measures.gangs_idle.set(message.num_idle_gangs)
             self._spawn(self._store_capacity(message))
         elif (record := self._records.get(message.key)) is not None:
             if isinstance(message, Cancelled) and not record.cancel_requested:

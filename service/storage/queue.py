@@ -47,6 +47,8 @@ class Claim:
     num_ranks: int
     lease_expires_at: datetime
     created_at: datetime
+    traceparent: str | None = None
+    """The trace of the request that asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,4 +290,5 @@ def _to_claim(row: Row[Any]) -> Claim:
         num_ranks=row.num_ranks,
         lease_expires_at=row.lease_expires_at,
         created_at=row.created_at,
+        traceparent=row.traceparent,
     )

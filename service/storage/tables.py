@@ -104,6 +104,7 @@ validations = Table(
     Column("collectives", JSONB, nullable=False, server_default=text("'[]'")),
     # The API key's id; empty where no keys are configured.
     Column("created_by", _BYTES_ORDER, nullable=False, server_default=text("''")),
+    _text("traceparent", nullable=True),
     UniqueConstraint("created_by", "idempotency_key"),
     CheckConstraint(
         "state IN ('queued', 'starting', 'running', 'completed', 'failed', 'cancelled')",

@@ -51,6 +51,7 @@ async def insert(
     created_by: str = "",
     idempotency_key: str | None = None,
     request_hash: str | None = None,
+    traceparent: str | None = None,
 ) -> tuple[Validation, bool]:
     """Queue a validation, or find the one already stored under `idempotency_key`; True where it is new.
 
@@ -73,6 +74,7 @@ async def insert(
             request_hash=request_hash if idempotency_key is not None else None,
             schema_version=SCHEMA_VERSION,
             verdict_rules_version=VERDICT_RULES_VERSION,
+            traceparent=traceparent,
             last_event_seq=1,
         )
         .on_conflict_do_nothing(index_elements=[validations.c.created_by, validations.c.idempotency_key])
@@ -238,7 +240,7 @@ def _to_collective(stored: Mapping[str, Any]) -> CollectiveSummary:
 
 def _to_validation(row: Row[Any], judged: Sequence[TrialSummary]) -> Validation:
     values = dict(row._mapping)
-    del values["idempotency_key"], values["request_hash"]
+    del values["idempotency_key"], values["request_hash"], values["traceparent"]
     return Validation(
         **values
         | {

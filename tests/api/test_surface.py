@@ -102,6 +102,7 @@ async def test_operations_have_ids_and_document_their_problems(openapi):
         "cancelValidation",
         "createValidation",
         "getHealth",
+        "getMetrics",
         "getReadiness",
         "getValidation",
         "listOrderings",
