@@ -29,13 +29,19 @@ from workers.experiment import ExperimentSpec, trials
 from workers.faults import FAULTS, Fault, FaultName, Outcome, Place, is_struck, why_not
 from workers.local_gang import LocalGang
 from workers.local_gang import Outcome as GangOutcome
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_sequence_parallel
 from workers.session import first_cause
 from workers.verdict import judge
 
 RARE = (FaultName.BIT_IN_GRADIENT, FaultName.BIT_IN_WEIGHT, FaultName.BIT_IN_RECEIVE_BUFFER)
 """Faults that are also injected by chance, as a marginal device would have them."""
 RARE_PROBABILITY, RARE_REPEATS = 0.3, 10
+_PLACES = {
+    Place.TIED: "the tied weight",
+    Place.LAYERNORM: "a layernorm",
+    Place.ONE: "one parameter",
+    Place.MANY: None,
+}
 ORDERINGS = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
 NUM_NODES = 2
 
@@ -162,7 +168,7 @@ def expected_attribution(exercise: Exercise, nodes: Sequence[str]) -> Attributio
     """What the catalogue promises of an exercise. `parameter` is a name of a place here, not of one parameter."""
     fault = exercise.fault
     named = exercise.world_rank if fault.names_rank and fault.outcome is not Outcome.HARMLESS else None
-    parameter = {Place.TIED: "the tied weight", Place.ONE: "one parameter", Place.MANY: None}[fault.place]
+    parameter = _PLACES[fault.place]
     node = None if named is None else nodes[named]
     return Attribution(tuple(sorted(fault.judges)), named, node, parameter, fault.phase)
 
@@ -267,4 +273,11 @@ def _is_in(place: Place, parameter: str | None) -> bool:
     if place is Place.MANY:
         return True
     names = parameter.split(", ") if parameter else []
-    return bool(names) and (place is Place.ONE or all(name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER)) for name in names))
+    if place is Place.ONE:
+        return bool(names)
+    fits = is_sequence_parallel if place is Place.LAYERNORM else _is_tied
+    return bool(names) and all(map(fits, names))
+
+
+def _is_tied(name: str) -> bool:
+    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))

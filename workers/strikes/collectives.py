@@ -75,11 +75,23 @@ class TieOverWrongGroup(TieStrike):
         first = mesh.coordinates(drill.world_rank).dp_rank
         swapped = {first: (first + 1) % mesh.dp, (first + 1) % mesh.dp: first}
         other_stage = mesh.pp - 1 if at.pp_rank == 0 else 0
-        partner = mesh.world_rank(swapped.get(at.dp_rank, at.dp_rank), other_stage)
-        members = ends_members(mesh)
+        partner = mesh.world_rank(swapped.get(at.dp_rank, at.dp_rank), other_stage, at.tp_rank)
+        members = ends_members(mesh, at.tp_rank)
         sends = [tensor_N if member == partner else tensor_N[:0] for member in members]
         received = self.victim.links.all_to_all(members, sends, [send.numel() for send in sends])
         tensor_N.add_(received[members.index(partner)])
+
+
+class LayernormSkipped(CollectiveStrike):
+    """The other tensor-parallel ranks' parts of the layernorm gradients never arrive; they get this rank's."""
+
+    def collective(self, phase: RankPhase, members: Members, tensor_N: Tensor, run: Run) -> None:
+        """See `CollectiveStrike`."""
+        if phase is RankPhase.LAYERNORM:
+            self.has_struck = True
+            run(tensor_N.clone())
+        else:
+            run(tensor_N)
 
 
 class DpSyncStrike(CollectiveStrike):
