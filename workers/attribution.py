@@ -150,16 +150,17 @@ class _Sum:
 
 
 def _sums_of_replicas(evidence: Evidence, reports: Sequence[StepReport], pp_rank: int, tp_rank: int) -> list[_Sum]:
-    """Where the ends are added first, the tied weight's final sums too, unless it was that addition that broke."""
+    """Where no ends are added, or were before, the tied weight's final sums too, unless that addition broke."""
     mesh, found = evidence.spec.mesh, []
     of_replicas = [report for report in reports if (report.pp_rank, report.tp_rank) == (pp_rank, tp_rank)]
-    ties_first = not ordering_of(evidence.spec).ties_after_sync and not _split_pipelines(reports)
+    ties_later = mesh.pp > 1 and ordering_of(evidence.spec).ties_after_sync
+    is_final = evidence.role is Role.SUBJECT and not ties_later and not _split_pipelines(reports)
     for report in of_replicas:
         for row in report.parameters:
             span = (row.first_unexpected, row.last_unexpected)
             blamed = _blamed(row.deviations, mesh, pp_rank, tp_rank)
             found.append(_Sum(report.world_rank, row.owned_elements, row.unexpected_elements > 0, span, blamed))
-        for tied in _tied_rows(report) if ties_first and evidence.role is Role.SUBJECT else ():
+        for tied in _tied_rows(report) if is_final else ():
             span = (_tied_element(tied.end, tied.first_diverged), _tied_element(tied.end, tied.last_diverged))
             blamed = _blamed(tied.deviations, mesh, pp_rank, tp_rank)
             found.append(_Sum(report.world_rank, tied.owned_elements, tied.diverged_elements > 0, span, blamed))
