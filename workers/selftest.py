@@ -44,6 +44,8 @@ _PLACES = {
 }
 ORDERINGS = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
 NUM_NODES = 2
+TENSOR_MESH = Mesh(2, 1, 2)
+"""Where faults of tensor-parallel ranks are injected when the self-test's own mesh has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,17 @@ class Exercise:
     fault: Fault
     world_rank: int
     probability: float = 1.0
+    overlap: bool = False
+    """The data-parallel sync starts during backward."""
+    elsewhere: Mesh | None = None
+    """Its mesh, where that is not the self-test's own."""
 
     @property
     def title(self) -> str:
         """How tables name it."""
         by_chance = "" if self.probability == 1 else f" p={self.probability} x{RARE_REPEATS}"
-        return f"{self.fault.name.value}{by_chance}"
+        mesh = self.elsewhere
+        return f"{self.fault.name.value}{by_chance}" + (f" on {mesh.dp}x{mesh.pp}x{mesh.tp}" if mesh else "")
 
     def trials(self, mesh: Mesh) -> tuple[TrialSpec, ...]:
         """What the gang is to run."""
@@ -68,7 +75,7 @@ class Exercise:
         is_rare = self.probability < 1
         orderings, repeats = (ORDERINGS[-1:], RARE_REPEATS) if is_rare else (ORDERINGS, 1)
         spec = ExperimentSpec(mesh=mesh, orderings=orderings, steps=1, repeats=repeats, drill=drill)
-        return trials(spec, Device.CPU)
+        return trials(replace(spec, overlap=self.overlap), Device.CPU)
 
 
 def _of_twin_buckets(mesh: Mesh, drill: Drill) -> ExperimentSpec:
@@ -119,12 +126,25 @@ def place_nodes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(f"node-{world_rank * NUM_NODES // mesh.world_size}" for world_rank in range(mesh.world_size))
 
 
-def exercises(mesh: Mesh, faults: Sequence[FaultName], world_ranks: Sequence[int]) -> Iterator[Exercise]:
+def exercises(faults: Sequence[FaultName], world_ranks: Sequence[int]) -> Iterator[Exercise]:
     """Every fault on every rank, those by chance after those that strike each time."""
     for name in faults:
         yield from (Exercise(FAULTS[name], world_rank) for world_rank in world_ranks)
         if name in RARE:
             yield from (Exercise(FAULTS[name], world_rank, RARE_PROBABILITY) for world_rank in world_ranks)
+
+
+def exercises_elsewhere(mesh: Mesh, faults: Sequence[FaultName], world_ranks: Sequence[int]) -> list[Exercise]:
+    """Those faults that `mesh` has no tensor-parallel ranks for, on `TENSOR_MESH`: on its ranks of the same numbers.
+
+    On all of its ranks where it has none of them.
+    """
+    if mesh.tp > 1:
+        return []
+    there = range(TENSOR_MESH.world_size)
+    ranks = [world_rank for world_rank in world_ranks if world_rank in there] or there
+    needing = [FAULTS[name] for name in faults if FAULTS[name].in_tensor_group]
+    return [Exercise(fault, world_rank, elsewhere=TENSOR_MESH) for fault in needing for world_rank in ranks]
 
 
 def run_selftest(
@@ -134,10 +154,23 @@ def run_selftest(
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
     """Run everything on a gang of this machine; one finding an exercise, in order. Raises nothing for a fault."""
+    elsewhere = exercises_elsewhere(mesh, faults, world_ranks)
+    moved = {exercise.fault.name for exercise in elsewhere}
+    here = list(exercises([name for name in faults if name not in moved], world_ranks))
+    return [
+        *run_exercises(mesh, here, on_finding),
+        *run_exercises(TENSOR_MESH, elsewhere, on_finding),
+    ]
+
+
+def run_exercises(
+    mesh: Mesh, chosen: Sequence[Exercise], on_finding: Callable[[Finding], None] = lambda _: None
+) -> list[Finding]:
+    """Run some exercises on one gang, whose ranks start with the first that there is something to run of."""
     nodes = place_nodes(mesh)
     findings = []
     with LocalGang(nodes) as gang:
-        for exercise in exercises(mesh, faults, world_ranks):
+        for exercise in chosen:
             finding = _exercise(gang, mesh, nodes, exercise)
             on_finding(finding)
             findings.append(finding)
