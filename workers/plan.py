@@ -307,6 +307,10 @@ def _drill_place_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Viol
         needs_tensor_ranks = fault.in_tensor_group and spec.mesh.tp == 1
         remedy = "set mesh.tp to 2 or more" if needs_tensor_ranks else "ask for another fault, mesh or rank"
         yield Violation(("drill", "fault"), drill.fault, f"it cannot be exercised here: {why}", remedy)
+    if fault.name is FaultName.LAYERNORM_SKIPPED and set(spec.orderings) == {OrderingName.LAYERNORM_SKIPPED}:
+        rule = f"{fault.name.value} takes a sum from one rank that no rank takes in any of these orderings"
+        remedy = "add own_bucket to orderings, or ask for another fault"
+        yield Violation(("orderings",), [OrderingName.LAYERNORM_SKIPPED.value], rule, remedy)
     if fault.name is FaultName.TIE_OVER_WRONG_GROUP and drill.node is not None:
         rule = f"{fault.name.value} takes several ranks of different nodes and is bound to one by its world_rank"
         yield Violation(("drill", "node"), drill.node, rule, "give world_rank instead")

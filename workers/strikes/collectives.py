@@ -15,6 +15,8 @@ from torch import Tensor
 from workers.communicator import part
 from workers.contract import REFERENCE_STACK, RankPhase
 from workers.mesh import Members, ends_members
+from workers.orderings import ordering_of
+from workers.parameters import sequence_parallel_parameters
 from workers.prediction import stage_layout
 from workers.strikes.strike import CollectiveStrike, Victim, flip_bit, largest
 
@@ -85,10 +87,21 @@ class TieOverWrongGroup(TieStrike):
 class LayernormSkipped(CollectiveStrike):
     """The other tensor-parallel ranks' parts of the layernorm gradients never arrive; they get this rank's."""
 
+    def __init__(self, victim: Victim, step: int) -> None:
+        super().__init__(victim, step)
+        spec, at = victim.spec, victim.at
+        owned = [
+            stage_layout(spec, stage).owned_intervals(parameter.name, at.dp_rank)
+            for stage in spec.mesh.stages(at.pp_rank)
+            for parameter in sequence_parallel_parameters(spec, stage)
+        ]
+        # What a rank does not own its optimizer never looks at.
+        self._has_effect = not ordering_of(spec).distributed_optimizer or any(owned)
+
     def collective(self, phase: RankPhase, members: Members, tensor_N: Tensor, run: Run) -> None:
         """See `CollectiveStrike`."""
         if phase is RankPhase.LAYERNORM:
-            self.has_struck = True
+            self.has_struck = self._has_effect
             run(tensor_N.clone())
         else:
             run(tensor_N)
