@@ -261,7 +261,7 @@ def predict(
 
 @app.command()
 def selftest(
-    mesh: Annotated[str, typer.Option(help="DPxPP local ranks.")] = "2x2",
+    mesh: Annotated[str, typer.Option(help="DPxPP or DPxPPxTP local ranks.")] = "2x2",
     world_ranks: Annotated[str | None, typer.Option(help="Guilty ranks, as 0,3.", show_default="each in turn")] = None,
     faults: Annotated[
         str | None, typer.Option(help="Faults, parted by commas.", show_default="the whole catalogue")

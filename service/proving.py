@@ -19,11 +19,11 @@ _TITLES = ("fault", "rank", "outcome", "found by", "named: rank, node, phase, pa
 
 
 def read_mesh(text: str) -> Mesh:
-    """A mesh written as DPxPP. Raises UsageFault for another form."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    """A mesh written as DPxPP or DPxPPxTP. Raises UsageFault for another form."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
     if found is None:
-        raise UsageFault(f"--mesh {text}: needs the form DPxPP, as 2x2")
-    return Mesh(int(found[1]), int(found[2]))
+        raise UsageFault(f"--mesh {text}: needs the form DPxPP or DPxPPxTP, as 2x2 or 1x2x2")
+    return Mesh(int(found[1]), int(found[2]), int(found[3] or 1))
 
 
 def read_faults(text: str | None) -> list[FaultName]:

@@ -102,7 +102,7 @@ def assert_every_parameter_right(
         of_stage = [row for report in found if report.pp_rank == pp_rank for row in report.parameters]
         phases = {row.phase: row.total_elements for row in of_stage}
         holds_an_end = mesh.pp > 1 and pp_rank in (0, mesh.pp - 1)
-        assert (Phase.SCATTERED in phases) == (holds_an_end and ordering.ties_after_sync)
+        assert (Phase.SCATTERED in phases) == (mesh.tp > 1 or (holds_an_end and ordering.ties_after_sync))
         for phase, total in phases.items():
             owned = sum(row.owned_elements for row in of_stage if row.phase is phase)
             assert owned == total * mesh.tp * steps * (1 if ordering.distributed_optimizer else mesh.dp) > 0

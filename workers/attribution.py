@@ -14,6 +14,7 @@ from typing import TypeVar
 from workers.contract import (
     Deviation,
     DeviationKind,
+    DivergenceRow,
     End,
     Mesh,
     ParameterElement,
@@ -21,10 +22,11 @@ from workers.contract import (
     ReplicaRow,
     Role,
     StepReport,
+    TrialSpec,
 )
 from workers.evidence import Evidence, astray_ranks
 from workers.orderings import RANK_PHASES, ordering_of
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, layernorm_element
 
 Key = TypeVar("Key")
 
@@ -40,7 +42,8 @@ class Guilt:
     """World ranks, rising; a single one is the rank at fault."""
     phase: RankPhase
     first: ParameterElement | None
-    """The first wrong element where all of them lie in one parameter."""
+    """The first wrong element where all of them lie in one parameter; of layernorms, which are summed together over tp,
+    the first in any case."""
 
     @property
     def world_rank(self) -> int | None:
@@ -55,7 +58,7 @@ def find_guilt(evidence: Evidence) -> Guilt | None:
         moments[report.trial_index, report.step].append(report)
     for moment in sorted(moments):
         reports = moments[moment]
-        for trace in (_nonfinite, _unlike_from_the_start, _deviating, _wrong_after_dp_sync, _wrong_in_the_end):
+        for trace in _TRACES:
             if (guilt := trace(evidence, reports)) is not None:
                 return guilt
         if (guilt := _damaged_weights(reports) or _wrong_norm(evidence, reports)) is not None:
@@ -102,19 +105,19 @@ def _nonfinite(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | Non
     return Guilt(_sorted(world_rank for world_rank, _ in seen), earliest, _common_parameter(spans))
 
 
-def _unlike_from_the_start(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+def _unlike_from_the_start(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
     """Initial weights; where replicas are two, the one whose gradients are not those of the true weights."""
     suspects = _odd_replicas(reports, lambda row: row.initial_weights_digest)
     if not suspects:
         return None
-    deviating = {world_rank for world_rank, _ in _deviations(reports)}
+    deviating = {world_rank for world_rank, _ in _deviations(evidence, reports)}
     narrowed = tuple(world_rank for world_rank in suspects if world_rank in deviating)
     return Guilt(narrowed or suspects, RankPhase.BUILDING, None)
 
 
-def _deviating(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+def _deviating(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
     """Gradients that were wrong before any collective. A wrong stage misleads the others of its pipeline too."""
-    found = list(_deviations(reports))
+    found = list(_deviations(evidence, reports))
     if not found:
         return None
     suspects = _sorted(world_rank for world_rank, _ in found)
@@ -123,11 +126,13 @@ def _deviating(_: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
 
 def _wrong_after_dp_sync(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
     """What the replicas of a stage add up to is wrong, though what each of them gave is right."""
-    stages = {pp_rank: _sums_of_stage(evidence, reports, pp_rank) for pp_rank in range(evidence.spec.mesh.pp)}
-    wrong = {pp_rank: [each for each in rows if each.is_wrong] for pp_rank, rows in stages.items()}
+    mesh = evidence.spec.mesh
+    places = [(pp_rank, tp_rank) for pp_rank in range(mesh.pp) for tp_rank in range(mesh.tp)]
+    sums = {place: _sums_of_replicas(evidence, reports, *place) for place in places}
+    wrong = {place: [each for each in rows if each.is_wrong] for place, rows in sums.items()}
     if not any(wrong.values()):
         return None
-    suspects = [rank for pp_rank, rows in stages.items() if wrong[pp_rank] for rank in _culprits(rows)]
+    suspects = [rank for place, rows in sums.items() if wrong[place] for rank in _culprits(rows)]
     spans = [each.span for rows in wrong.values() for each in rows]
     return Guilt(_sorted(suspects), RankPhase.DP_SYNC, _common_parameter(spans))
 
@@ -141,30 +146,36 @@ class _Sum:
     is_wrong: bool
     span: _Span
     blamed: frozenset[int]
-    """World ranks of the same stage whose share is wrong in it."""
+    """World ranks of the same replicas whose share is wrong in it."""
 
 
-def _sums_of_stage(evidence: Evidence, reports: Sequence[StepReport], pp_rank: int) -> list[_Sum]:
-    """Where the ends are added first, the tied weight's final sums too, unless it was that addition that broke."""
+def _sums_of_replicas(evidence: Evidence, reports: Sequence[StepReport], pp_rank: int, tp_rank: int) -> list[_Sum]:
+    """Where no ends are added, or were before, the tied weight's final sums too, unless that addition broke."""
     mesh, found = evidence.spec.mesh, []
-    of_stage = [report for report in reports if report.pp_rank == pp_rank]
-    ties_first = not ordering_of(evidence.spec).ties_after_sync and not _split_pipelines(reports)
-    for report in of_stage:
+    of_replicas = [report for report in reports if (report.pp_rank, report.tp_rank) == (pp_rank, tp_rank)]
+    ties_later = mesh.pp > 1 and ordering_of(evidence.spec).ties_after_sync
+    is_final = evidence.role is Role.SUBJECT and not ties_later and not _split_pipelines(reports)
+    for report in of_replicas:
         for row in report.parameters:
             span = (row.first_unexpected, row.last_unexpected)
-            blamed = _blamed(row.deviations, mesh, pp_rank)
+            blamed = _blamed(row.deviations, mesh, pp_rank, tp_rank)
             found.append(_Sum(report.world_rank, row.owned_elements, row.unexpected_elements > 0, span, blamed))
-        for tied in report.divergence if ties_first and evidence.role is Role.SUBJECT else ():
+        for tied in _tied_rows(report) if is_final else ():
             span = (_tied_element(tied.end, tied.first_diverged), _tied_element(tied.end, tied.last_diverged))
-            blamed = _blamed(tied.deviations, mesh, pp_rank)
+            blamed = _blamed(tied.deviations, mesh, pp_rank, tp_rank)
             found.append(_Sum(report.world_rank, tied.owned_elements, tied.diverged_elements > 0, span, blamed))
     return found
 
 
-def _blamed(deviations: Sequence[Deviation], mesh: Mesh, pp_rank: int) -> frozenset[int]:
-    """Who of a stage gave the shares that are wrong; what was added before came through its own pipeline."""
+def _tied_rows(report: StepReport) -> Iterator[DivergenceRow]:
+    """Those of the two ends, without layernorms'."""
+    return (row for row in report.divergence if row.end is not End.LAYERNORM)
+
+
+def _blamed(deviations: Sequence[Deviation], mesh: Mesh, pp_rank: int, tp_rank: int) -> frozenset[int]:
+    """Who of some replicas gave the shares that are wrong; what was added before came through its own pipeline."""
     dp_ranks = {contributor.dp_rank for deviation in deviations for contributor in deviation.contributors}
-    return frozenset(mesh.world_rank(dp_rank, pp_rank) for dp_rank in dp_ranks)
+    return frozenset(mesh.world_rank(dp_rank, pp_rank, tp_rank) for dp_rank in dp_ranks)
 
 
 def _culprits(sums: Sequence[_Sum]) -> Iterable[int]:
@@ -179,11 +190,26 @@ def _culprits(sums: Sequence[_Sum]) -> Iterable[int]:
     return blamed if len(blamed) == 1 else owners
 
 
+def _wrong_layernorms(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
+    """What tensor-parallel ranks hold of their sums is wrong, though what the replicas added up before was right."""
+    rows = [
+        (report, row)
+        for report in reports
+        for row in report.divergence
+        if row.end is End.LAYERNORM and row.unexpected_elements
+    ]
+    if not rows:
+        return None
+    report, row = rows[0]
+    first = layernorm_element(evidence.spec, report.pp_rank, row.first_diverged)
+    return Guilt(_sorted(report.world_rank for report, _ in rows), RankPhase.LAYERNORM, first)
+
+
 def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guilt | None:
     """The tied weight is wrong, although nothing was before the ends were added."""
     if evidence.role is not Role.SUBJECT:
         return None
-    rows = [(report, row) for report in reports for row in report.divergence if row.diverged_elements]
+    rows = [(report, row) for report in reports for row in _tied_rows(report) if row.diverged_elements]
     if not rows:
         return None
     spans = [(_tied_element(row.end, row.first_diverged), _tied_element(row.end, row.last_diverged)) for _, row in rows]
@@ -191,18 +217,18 @@ def _wrong_in_the_end(evidence: Evidence, reports: Sequence[StepReport]) -> Guil
     if not ordering_of(evidence.spec).ties_after_sync:
         # What a pipeline added up wrongly has since gone to whoever owns it at that end.
         mesh, stages = evidence.spec.mesh, {report.pp_rank for report, _ in rows}
-        split = _split_pipelines(reports)
-        suspects = _sorted(mesh.world_rank(dp_rank, pp_rank) for dp_rank in split for pp_rank in stages) or suspects
+        split = [mesh.world_rank(dp_rank, stage, tp) for dp_rank, tp in _split_pipelines(reports) for stage in stages]
+        suspects = _sorted(split) or suspects
     return Guilt(suspects, RankPhase.TIE, _common_parameter(spans))
 
 
-def _split_pipelines(reports: Sequence[StepReport]) -> set[int]:
-    """dp_ranks of the pipelines whose two ends were added first, and yet do not hold the same bits."""
-    held: dict[int, set[str]] = defaultdict(set)
+def _split_pipelines(reports: Sequence[StepReport]) -> set[tuple[int, int]]:
+    """(dp_rank, tp_rank) of the pipelines whose two ends were added first, and yet do not hold the same bits."""
+    held: dict[tuple[int, int], set[str]] = defaultdict(set)
     for report in reports:
         if report.replica.tied_digest is not None:
-            held[report.dp_rank].add(report.replica.tied_digest)
-    return {dp_rank for dp_rank, digests in held.items() if len(digests) > 1}
+            held[report.dp_rank, report.tp_rank].add(report.replica.tied_digest)
+    return {pipeline for pipeline, digests in held.items() if len(digests) > 1}
 
 
 def _damaged_weights(reports: Sequence[StepReport]) -> Guilt | None:
@@ -252,17 +278,23 @@ def _odd_replicas(reports: Sequence[StepReport], digest: Callable[[ReplicaRow], 
     return _sorted(world_rank for held in stages.values() for world_rank in odd_ones_out(held))
 
 
-def _deviations(reports: Sequence[StepReport]) -> Iterator[tuple[int, _Span]]:
+def _deviations(evidence: Evidence, reports: Sequence[StepReport]) -> Iterator[tuple[int, _Span]]:
     """Ranks whose own gradients are off, each with between which elements one owner has seen it."""
     for report in reports:
         for row in report.divergence:
             local = [each.first_element for each in row.deviations if each.kind is DeviationKind.LOCAL]
-            first = _tied_element(row.end, min(local, default=None))
+            first = _element(evidence.spec, report, row.end, min(local, default=None))
             yield from ((world_rank, (first, first)) for world_rank in astray_ranks(row))
         for inner in report.parameters:
             yield from (
                 (world_rank, (inner.first_deviating, inner.last_deviating)) for world_rank in inner.deviating_ranks
             )
+
+
+def _element(spec: TrialSpec, report: StepReport, end: End, element: int | None) -> ParameterElement | None:
+    if end is End.LAYERNORM:
+        return layernorm_element(spec, report.pp_rank, element)
+    return _tied_element(end, element)
 
 
 def _tied_element(end: End, element: int | None) -> ParameterElement | None:
@@ -283,6 +315,17 @@ def _common_parameter(spans: Sequence[_Span]) -> ParameterElement | None:
 
 def _is_tied(name: str) -> bool:
     return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))
+
+
+_TRACES = (
+    _nonfinite,
+    _unlike_from_the_start,
+    _deviating,
+    _wrong_after_dp_sync,
+    _wrong_layernorms,
+    _wrong_in_the_end,
+)
+"""From the earliest on."""
 
 
 def _sorted(world_ranks: Iterable[int]) -> tuple[int, ...]:

@@ -403,8 +403,8 @@ class ParameterElement:
 class ParametersRow:
     """What the elements that one rank owns show in one step, over several parameters of its stage.
 
-    `phase` tells which: `scattered` is the tied weight as that sync left it, before the tie; `final` is every other
-    parameter as the optimizer gets it.
+    `phase` tells which: `scattered` is the tied weight as the data-parallel sync left it, before the tie, and what
+    tensor-parallel ranks are still to sum; `final` is every other parameter as the optimizer gets it.
     """
 
     phase: Phase

@@ -333,7 +333,7 @@ def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
         shapes = [
             shape for stage in mesh.stages(pp_rank) for shape in stage_parameters(spec.probe, spec.model, mesh, stage)
         ]
-        # What tensor-parallel ranks sum has a judge of its own.
+        # What tensor-parallel ranks sum has in the end a judge of its own.
         inner = [
             shape.numel
             for shape in shapes
@@ -341,8 +341,11 @@ def _parameters_due(spec: TrialSpec) -> Iterator[tuple[tuple[int, Phase], int]]:
             and not (mesh.tp > 1 and is_sequence_parallel(shape.name))
         ]
         yield (pp_rank, Phase.FINAL), mesh.tp * sum(inner)
+        summed = [shape.numel for shape in shapes if mesh.tp > 1 and is_sequence_parallel(shape.name)]
+        scattered = mesh.tp * sum(summed)
         if mesh.pp > 1 and pp_rank in (0, mesh.pp - 1) and ordering_of(spec).ties_after_sync:
-            yield (pp_rank, Phase.SCATTERED), tied
+            scattered += tied
+        yield (pp_rank, Phase.SCATTERED), scattered
 
 
 def untied_steps(evidence: Evidence) -> Iterator[tuple[int, int]]:

@@ -32,6 +32,7 @@ class FaultName(StrEnum):
     TIE_DOUBLED = "tie_doubled"
     TIE_AVERAGED = "tie_averaged"
     TIE_OVER_WRONG_GROUP = "tie_over_wrong_group"
+    LAYERNORM_SKIPPED = "layernorm_skipped"
     DIVIDED_BY_GROUP_SIZE_TWICE = "divided_by_group_size_twice"
     DIVIDED_BY_WORLD_SIZE = "divided_by_world_size"
     STALE_VIEW = "stale_view"
@@ -73,6 +74,8 @@ class Place(StrEnum):
     """Which parameter a fault is in."""
 
     TIED = "tied"
+    LAYERNORM = "layernorm"
+    """Of those whose gradients tensor-parallel ranks sum; the first of them is named."""
     ONE = "one"
     """A single one, whichever it strikes."""
     MANY = "many"
@@ -94,6 +97,8 @@ class Fault:
     """Whether one rank is at fault and must be named."""
     in_tie: bool = False
     """It needs two ends, and a rank that holds one."""
+    in_tensor_group: bool = False
+    """It needs two tensor-parallel ranks or more."""
     at_last_stage: bool = False
     """It needs a rank of the last of several stages."""
     reported_as: str | None = None
@@ -167,6 +172,15 @@ _ENTRIES = (
     _in_tie(FaultName.TIE_DOUBLED, "It adds the other end's gradient twice."),
     _in_tie(FaultName.TIE_AVERAGED, "It takes the mean of the two ends instead of their sum."),
     _in_tie(FaultName.TIE_OVER_WRONG_GROUP, "Its pipeline and the next swap partners in the tie.", names_rank=False),
+    Fault(
+        FaultName.LAYERNORM_SKIPPED,
+        "The other tensor-parallel ranks' parts of its layernorm gradients never reach it.",
+        Outcome.FAIL,
+        _SYNC,
+        RankPhase.LAYERNORM,
+        Place.LAYERNORM,
+        in_tensor_group=True,
+    ),
     _in_sync(FaultName.DIVIDED_BY_GROUP_SIZE_TWICE, "It divides its own share by dp once more."),
     _in_sync(FaultName.DIVIDED_BY_WORLD_SIZE, "It divides its own share by the world size instead of dp."),
     _in_sync(FaultName.STALE_VIEW, "The sums land in a copy of its buffer that nobody reads."),
@@ -253,6 +267,9 @@ def data_of(spec: TrialSpec) -> TrialSpec:
 
 def why_not(fault: Fault, mesh: Mesh, world_rank: int | None) -> str | None:
     """Why a fault cannot be exercised on this mesh and rank; None where it can."""
+    if fault.in_tensor_group:
+        # A rank sees for itself what it takes of that sum, with replicas or without.
+        return None if mesh.tp > 1 else "with tp=1 no rank has a part only, and nothing sums layernorm gradients"
     if (fault.in_tie or fault.at_last_stage) and mesh.pp == 1:
         return "with pp=1 there is one copy of the tied weight and nothing to tie"
     if fault.at_last_stage and world_rank is not None and mesh.coordinates(world_rank).pp_rank != mesh.pp - 1:

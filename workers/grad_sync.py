@@ -126,6 +126,9 @@ RankBuffers = Mapping[int, Sequence[GradBuffer]]
 Observer = Callable[[Phase], None]
 """Called after each phase, with the name of what the gradients have just been through."""
 
+Announce = Callable[[Tensor, Tensor], None]
+"""Called before each bucket's sum, with the bucket and what is summed of it: itself, or a copy in the wire's dtype."""
+
 
 def sync_gradients(
     ordering: Ordering,
@@ -136,6 +139,7 @@ def sync_gradients(
     observe: Observer,
     finish_started: Callable[[], None] | None = None,
     tokens: TokenCounts | None = None,
+    announce: Announce | None = None,
 ) -> None:
     """Run an ordering's phases over the hosted ranks' buffers, in place. Collective over the whole mesh.
 
@@ -157,11 +161,18 @@ def sync_gradients(
             if finish_started is not None:
                 finish_started()
             else:
-                sync_dp(phase, mesh, buffers, communicator, prescale)
+                sync_dp(phase, mesh, buffers, communicator, prescale, announce)
             observe(Phase.SCATTERED)
 
 
-def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Communicator, prescale: Prescale) -> None:
+def sync_dp(
+    phase: SyncPhase,
+    mesh: Mesh,
+    buffers: RankBuffers,
+    communicator: Communicator,
+    prescale: Prescale,
+    announce: Announce | None = None,
+) -> None:
     """Scale and sum every bucket of every chunk over its data-parallel replicas, in place."""
     for members in _dp_groups(mesh):
         hosted = _hosted(members, communicator)
@@ -169,7 +180,7 @@ def sync_dp(phase: SyncPhase, mesh: Mesh, buffers: RankBuffers, communicator: Co
             continue
         for chunk, index in _buckets(buffers[hosted[0]]):
             buckets = {world_rank: buffers[world_rank][chunk].bucket(index) for world_rank in hosted}
-            start_bucket(phase, members, buckets, communicator, prescale).wait()
+            start_bucket(phase, members, buckets, communicator, prescale, announce).wait()
 
 
 def start_bucket(
@@ -178,11 +189,14 @@ def start_bucket(
     buckets: Mapping[int, Tensor],
     communicator: Communicator,
     prescale: Prescale,
+    announce: Announce | None = None,
 ) -> Pending:
     """Scale one bucket [N] on the hosted replicas and start its sum, in place. All of `members` must start it."""
     carried = {rank: prescale.wire.load(bucket_N) for rank, bucket_N in buckets.items()}
-    for carried_N in carried.values():
+    for rank, carried_N in carried.items():
         prescale.apply(carried_N)
+        if announce is not None:
+            announce(buckets[rank], carried_N)
     if phase is SyncPhase.DP_REDUCE_SCATTER:
         started = communicator.start_reduce_scatter(members, carried)
         summed = [part(carried_N, members.index(rank), len(members)) for rank, carried_N in carried.items()]

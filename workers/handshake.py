@@ -7,6 +7,7 @@ own shape never varies. Must not look at values, and must not decide what a coll
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,10 @@ from workers.errors import CollectiveError, CollectiveMismatchError
 from workers.mesh import Members
 
 _UNKNOWN = -1
+_NO_PLAN, _KEEPS, _LEAVES = range(3)
+"""What a rank says of its next collective: whether it is the one that its plan has next."""
+Place = tuple[int, int, int]
+"""(buffer, offset, number of elements) of a bucket."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.float16, torch.int32)
 
 
@@ -72,14 +77,17 @@ class Intent:
 class Handshake:
     """One rank's part in agreeing, over the groups of one trial.
 
-    `plan` are the (buffer, offset, number of elements) of a step's gradient buckets in the order in which the replicas
-    sum them, empty where that is not fixed. It has a vote, so that of two replicas the one that left it is named.
+    `plan` are a step's gradient buckets in the order in which the replicas sum them. None where backward decides: then
+    the plan is the order in which buckets are announced as complete. Each rank says whether it keeps to its own, which
+    has a vote, so that of two replicas the one that left it is named.
     """
 
-    def __init__(self, world_rank: int, replicas: Members = (), plan: Sequence[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, world_rank: int, replicas: Members = (), plan: Sequence[Place] | None = ()) -> None:
         self._world_rank = world_rank
         self._replicas = replicas
-        self._plan = plan
+        self._fixed_plan = plan
+        self._plan = list(plan or ())
+        self._carried: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._buffers: dict[int, int] = {}
         self._held: list[Tensor] = []
         self._sequences: defaultdict[Members, int] = defaultdict(int)
@@ -96,7 +104,20 @@ class Handshake:
     def begin_step(self, is_due: bool = True) -> None:
         """The plan starts over. Without `is_due` this step's collectives are trusted."""
         self._num_planned = 0
+        self._plan = list(self._fixed_plan or ())
+        self._carried.clear()
         self.is_due = is_due
+
+    def announce(self, bucket_N: Tensor, carried_N: Tensor) -> None:
+        """A bucket [N] of a known buffer is complete and will be summed next, as `carried_N` [N]: itself or a copy."""
+        buffer, offset = self._place(bucket_N)
+        if buffer == _UNKNOWN:
+            return
+        if self._fixed_plan is None:
+            self._plan.append((buffer, offset, bucket_N.numel()))
+        if carried_N.untyped_storage().data_ptr() not in self._buffers:
+            # Not held: a copy is gone when its sum is over, and another tensor may then lie at its address.
+            self._carried[carried_N.untyped_storage().data_ptr()] = (weakref.ref(carried_N), buffer, offset)
 
     def agree(
         self,
@@ -113,33 +134,42 @@ class Handshake:
         CollectiveError on those that only noticed.
         """
         mine = self._intent(members, primitive, tensor_N, source, alike)
-        planned = self._upcoming(mine) if members == self._replicas else None
-        intents = _exchange(group, mine, len(members))
+        bearing = self._follow_plan(mine) if members == self._replicas else _NO_PLAN
+        said = _exchange(group, mine, bearing, len(members))
+        intents = [intent for intent, _ in said]
         if all(mine.agrees(intent) for intent in intents):
             return
-        self._object(members, intents, planned)
+        self._object(members, intents, {intent for intent, bearing in said if bearing == _KEEPS})
 
     def _intent(self, members: Members, primitive: Primitive, tensor_N: Tensor, source: int, alike: bool) -> Intent:
         sequence = self._sequences[members]
         self._sequences[members] += 1
-        buffer = self._buffers.get(tensor_N.untyped_storage().data_ptr(), _UNKNOWN) if alike else _UNKNOWN
-        offset = _UNKNOWN if buffer == _UNKNOWN else int(tensor_N.storage_offset())
+        buffer, offset = self._place(tensor_N) if alike else (_UNKNOWN, _UNKNOWN)
         dtype = _DTYPES.index(tensor_N.dtype) if tensor_N.dtype in _DTYPES else _UNKNOWN
         return Intent(sequence, _PRIMITIVES.index(primitive), source, tensor_N.numel(), dtype, buffer, offset)
 
-    def _upcoming(self, mine: Intent) -> tuple[int, int, int] | None:
-        """Which bucket the plan has next; passed, where this rank is about to sum one."""
+    def _place(self, tensor_N: Tensor) -> tuple[int, int]:
+        """(buffer, offset) of a tensor, or of the bucket that it is a copy of; unknown for any other."""
+        address, offset = tensor_N.untyped_storage().data_ptr(), int(tensor_N.storage_offset())
+        if address in self._buffers:
+            return self._buffers[address], offset
+        carried = self._carried.get(address)
+        if carried is None or carried[0]() is None:
+            return _UNKNOWN, _UNKNOWN
+        _, buffer, first = carried
+        return buffer, first + offset
+
+    def _follow_plan(self, mine: Intent) -> int:
+        """Whether this is what the plan has next, which is passed where this rank is about to sum a bucket."""
         if self._num_planned >= len(self._plan):
-            return None
+            return _NO_PLAN
         upcoming = self._plan[self._num_planned]
         sums = (_PRIMITIVES.index(Primitive.REDUCE_SCATTER), _PRIMITIVES.index(Primitive.ALL_REDUCE))
         self._num_planned += mine.primitive in sums and mine.is_placed
-        return upcoming
+        return _KEEPS if (mine.buffer, mine.offset, mine.num_elements) == upcoming else _LEAVES
 
-    def _object(self, members: Members, intents: Sequence[Intent], planned: tuple[int, int, int] | None) -> None:
-        places = [(intent.buffer, intent.offset, intent.num_elements) for intent in intents]
-        keeping = {intent for intent, place in zip(intents, places, strict=True) if place == planned}
-        # Two that do different things to the planned bucket are no help.
+    def _object(self, members: Members, intents: Sequence[Intent], keeping: set[Intent]) -> None:
+        # Where several keep to plans that differ, none of them is any help.
         votes = [*intents, *keeping] if len(keeping) == 1 else list(intents)
         support = Counter({intent: sum(map(intent.agrees, votes)) for intent in votes})
         (expected, most), *others = support.most_common()
@@ -157,11 +187,12 @@ class Handshake:
         raise (CollectiveMismatchError if self._world_rank in guilty else CollectiveError)(message)
 
 
-def _exchange(group: dist.ProcessGroup, mine: Intent, num_members: int) -> list[Intent]:
-    """Every member's intent, in group order."""
+def _exchange(group: dist.ProcessGroup, mine: Intent, bearing: int, num_members: int) -> list[tuple[Intent, int]]:
+    """Every member's intent and what it says of its plan, in group order."""
     device = "cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu"
     fields = [mine.sequence, mine.primitive, mine.source, mine.num_elements, mine.dtype, mine.buffer, mine.offset]
+    fields.append(bearing)
     sent = torch.tensor(fields, device=device)
     received = torch.empty(num_members * len(fields), dtype=sent.dtype, device=device)
     dist.all_gather_single(received, sent, group=group)
-    return [Intent(*said) for said in received.view(num_members, -1).tolist()]
+    return [(Intent(*said), bearing) for *said, bearing in received.view(num_members, -1).tolist()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
-from workers.contract import Mesh, ModelSpec, ProbeName, TrialSpec
+from workers.contract import Mesh, ModelSpec, ParameterElement, ProbeName, TrialSpec
 from workers.errors import SpecError
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -169,6 +169,24 @@ def sequence_parallel_parameters(spec: TrialSpec, stage: int) -> tuple[Parameter
     """Of a trial's stage those whose gradients tensor-parallel ranks must sum; none where there is one such rank."""
     parameters = stage_parameters(spec.probe, spec.model, spec.mesh, stage) if spec.mesh.tp > 1 else ()
     return tuple(parameter for parameter in parameters if is_sequence_parallel(parameter.name))
+
+
+def chunk_prefixes(num_chunks: int) -> list[str]:
+    """What goes before the names of each chunk's parameters: nothing where there is one chunk."""
+    return [""] if num_chunks == 1 else [f"chunk {chunk}: " for chunk in range(num_chunks)]
+
+
+def layernorm_element(spec: TrialSpec, pp_rank: int, element: int | None) -> ParameterElement | None:
+    """Where an element of all that a rank and its tensor-parallel peers sum lies, which is counted over all chunks."""
+    stages = spec.mesh.stages(pp_rank)
+    for prefix, stage in zip(chunk_prefixes(len(stages)), stages, strict=True):
+        for parameter in sequence_parallel_parameters(spec, stage):
+            if element is None:
+                return None
+            if element < parameter.numel:
+                return ParameterElement(prefix + parameter.name, element)
+            element -= parameter.numel
+    return None
 
 
 def _gpt_parameters(model: ModelSpec, num_stages: int, stage: int, ffn: int, tied: bool) -> Iterator[ParameterShape]:

@@ -288,9 +288,6 @@ def _drill_violations(spec: ExperimentSpec) -> Iterator[Violation]:
     drill = spec.drill
     if drill is None:
         return
-    if spec.mesh.tp > 1:
-        rule = f"no fault is injected yet where tensor-parallel ranks share a model, and mesh.tp is {spec.mesh.tp}"
-        yield Violation(("drill", "fault"), drill.fault, rule, "set mesh.tp to 1, or leave drill out")
     if drill.fault not in FAULTS:
         yield Violation(("drill", "fault"), drill.fault, f"faults are {', '.join(FAULTS)}", "name one of them")
     else:
@@ -307,8 +304,13 @@ def _drill_place_violations(spec: ExperimentSpec, drill: Drill) -> Iterator[Viol
     in_mesh = drill.world_rank is not None and 0 <= drill.world_rank < spec.mesh.world_size
     why = why_not(fault, spec.mesh, drill.world_rank if in_mesh else None)
     if why is not None:
-        remedy = "ask for another fault, mesh or rank"
+        needs_tensor_ranks = fault.in_tensor_group and spec.mesh.tp == 1
+        remedy = "set mesh.tp to 2 or more" if needs_tensor_ranks else "ask for another fault, mesh or rank"
         yield Violation(("drill", "fault"), drill.fault, f"it cannot be exercised here: {why}", remedy)
+    if fault.name is FaultName.LAYERNORM_SKIPPED and set(spec.orderings) == {OrderingName.LAYERNORM_SKIPPED}:
+        rule = f"{fault.name.value} takes a sum from one rank that no rank takes in any of these orderings"
+        remedy = "add own_bucket to orderings, or ask for another fault"
+        yield Violation(("orderings",), [OrderingName.LAYERNORM_SKIPPED.value], rule, remedy)
     if fault.name is FaultName.TIE_OVER_WRONG_GROUP and drill.node is not None:
         rule = f"{fault.name.value} takes several ranks of different nodes and is bound to one by its world_rank"
         yield Violation(("drill", "node"), drill.node, rule, "give world_rank instead")

@@ -29,15 +29,23 @@ from workers.experiment import ExperimentSpec, trials
 from workers.faults import FAULTS, Fault, FaultName, Outcome, Place, is_struck, why_not
 from workers.local_gang import LocalGang
 from workers.local_gang import Outcome as GangOutcome
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_sequence_parallel
 from workers.session import first_cause
 from workers.verdict import judge
 
 RARE = (FaultName.BIT_IN_GRADIENT, FaultName.BIT_IN_WEIGHT, FaultName.BIT_IN_RECEIVE_BUFFER)
 """Faults that are also injected by chance, as a marginal device would have them."""
 RARE_PROBABILITY, RARE_REPEATS = 0.3, 10
+_PLACES = {
+    Place.TIED: "the tied weight",
+    Place.LAYERNORM: "a layernorm",
+    Place.ONE: "one parameter",
+    Place.MANY: None,
+}
 ORDERINGS = (OrderingName.BUGGY, OrderingName.FIXED, OrderingName.OWN_BUCKET)
 NUM_NODES = 2
+TENSOR_MESH = Mesh(2, 1, 2)
+"""Where faults of tensor-parallel ranks are injected when the self-test's own mesh has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,17 @@ class Exercise:
     fault: Fault
     world_rank: int
     probability: float = 1.0
+    overlap: bool = False
+    """The data-parallel sync starts during backward."""
+    elsewhere: Mesh | None = None
+    """Its mesh, where that is not the self-test's own."""
 
     @property
     def title(self) -> str:
         """How tables name it."""
         by_chance = "" if self.probability == 1 else f" p={self.probability} x{RARE_REPEATS}"
-        return f"{self.fault.name.value}{by_chance}"
+        mesh = self.elsewhere
+        return f"{self.fault.name.value}{by_chance}" + (f" on {mesh.dp}x{mesh.pp}x{mesh.tp}" if mesh else "")
 
     def trials(self, mesh: Mesh) -> tuple[TrialSpec, ...]:
         """What the gang is to run."""
@@ -62,7 +75,7 @@ class Exercise:
         is_rare = self.probability < 1
         orderings, repeats = (ORDERINGS[-1:], RARE_REPEATS) if is_rare else (ORDERINGS, 1)
         spec = ExperimentSpec(mesh=mesh, orderings=orderings, steps=1, repeats=repeats, drill=drill)
-        return trials(spec, Device.CPU)
+        return trials(replace(spec, overlap=self.overlap), Device.CPU)
 
 
 def _of_twin_buckets(mesh: Mesh, drill: Drill) -> ExperimentSpec:
@@ -113,12 +126,25 @@ def place_nodes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(f"node-{world_rank * NUM_NODES // mesh.world_size}" for world_rank in range(mesh.world_size))
 
 
-def exercises(mesh: Mesh, faults: Sequence[FaultName], world_ranks: Sequence[int]) -> Iterator[Exercise]:
+def exercises(faults: Sequence[FaultName], world_ranks: Sequence[int]) -> Iterator[Exercise]:
     """Every fault on every rank, those by chance after those that strike each time."""
     for name in faults:
         yield from (Exercise(FAULTS[name], world_rank) for world_rank in world_ranks)
         if name in RARE:
             yield from (Exercise(FAULTS[name], world_rank, RARE_PROBABILITY) for world_rank in world_ranks)
+
+
+def exercises_elsewhere(mesh: Mesh, faults: Sequence[FaultName], world_ranks: Sequence[int]) -> list[Exercise]:
+    """Those faults that `mesh` has no tensor-parallel ranks for, on `TENSOR_MESH`: on its ranks of the same numbers.
+
+    On all of its ranks where it has none of them.
+    """
+    if mesh.tp > 1:
+        return []
+    there = range(TENSOR_MESH.world_size)
+    ranks = [world_rank for world_rank in world_ranks if world_rank in there] or there
+    needing = [FAULTS[name] for name in faults if FAULTS[name].in_tensor_group]
+    return [Exercise(fault, world_rank, elsewhere=TENSOR_MESH) for fault in needing for world_rank in ranks]
 
 
 def run_selftest(
@@ -128,10 +154,23 @@ def run_selftest(
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
     """Run everything on a gang of this machine; one finding an exercise, in order. Raises nothing for a fault."""
+    elsewhere = exercises_elsewhere(mesh, faults, world_ranks)
+    moved = {exercise.fault.name for exercise in elsewhere}
+    here = list(exercises([name for name in faults if name not in moved], world_ranks))
+    return [
+        *run_exercises(mesh, here, on_finding),
+        *run_exercises(TENSOR_MESH, elsewhere, on_finding),
+    ]
+
+
+def run_exercises(
+    mesh: Mesh, chosen: Sequence[Exercise], on_finding: Callable[[Finding], None] = lambda _: None
+) -> list[Finding]:
+    """Run some exercises on one gang, whose ranks start with the first that there is something to run of."""
     nodes = place_nodes(mesh)
     findings = []
     with LocalGang(nodes) as gang:
-        for exercise in exercises(mesh, faults, world_ranks):
+        for exercise in chosen:
             finding = _exercise(gang, mesh, nodes, exercise)
             on_finding(finding)
             findings.append(finding)
@@ -162,7 +201,7 @@ def expected_attribution(exercise: Exercise, nodes: Sequence[str]) -> Attributio
     """What the catalogue promises of an exercise. `parameter` is a name of a place here, not of one parameter."""
     fault = exercise.fault
     named = exercise.world_rank if fault.names_rank and fault.outcome is not Outcome.HARMLESS else None
-    parameter = {Place.TIED: "the tied weight", Place.ONE: "one parameter", Place.MANY: None}[fault.place]
+    parameter = _PLACES[fault.place]
     node = None if named is None else nodes[named]
     return Attribution(tuple(sorted(fault.judges)), named, node, parameter, fault.phase)
 
@@ -267,4 +306,11 @@ def _is_in(place: Place, parameter: str | None) -> bool:
     if place is Place.MANY:
         return True
     names = parameter.split(", ") if parameter else []
-    return bool(names) and (place is Place.ONE or all(name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER)) for name in names))
+    if place is Place.ONE:
+        return bool(names)
+    fits = is_sequence_parallel if place is Place.LAYERNORM else _is_tied
+    return bool(names) and all(map(fits, names))
+
+
+def _is_tied(name: str) -> bool:
+    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))

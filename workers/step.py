@@ -132,6 +132,7 @@ class RankTrial:
         watched = spec.overlap or spec.stack != REFERENCE_STACK
         self._local = LocalGradients(tuple(self._parameters()), self._tied) if watched else None
         self._foreign: ForeignStack | None = None
+        self._reference: ReferenceStack | None = None
         self._stack = self._build_stack(groups, layouts)
         self._handshake = self._shake_hands(layouts)
         self._judges = self._build_judges()
@@ -168,7 +169,7 @@ class RankTrial:
             self._foreign = ForeignStack(spec, context, self._local, self._communicator)
             self._shards = self._foreign.shards
             return self._foreign.stack
-        stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
+        self._reference = stack = ReferenceStack(context, self._ordering, layouts, self._prescale, spec.overlap)
         return self._strike.around_stack(stack, [each.parameter for each in self._named], self._tied)
 
     def _shake_hands(self, layouts: list[BufferLayout]) -> Handshake:
@@ -178,11 +179,12 @@ class RankTrial:
             (chunk, bucket.offset, bucket.numel) for chunk, each in enumerate(layouts) for bucket in each.buckets
         ]
         # A foreign stack has buckets of its own, and gradients that it need not show before a step.
-        ours = self._foreign is None
-        plan = tuple(buckets) if ours and not spec.overlap else ()
+        ours = self._reference
+        plan = (None if spec.overlap else tuple(buckets)) if ours else ()
         handshake = Handshake(at.world_rank, dp_members(spec.mesh, at.pp_rank, at.tp_rank), plan)
-        if ours:
-            handshake.know(map(self._stack.grad, self._parameters()))
+        if ours is not None:
+            handshake.know(map(ours.grad, self._parameters()))
+            ours.announce = handshake.announce
         handshake.know(self._parameters())
         self._communicator.handshake = handshake
         return handshake

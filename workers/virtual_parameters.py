@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.checks.named import chunk_prefixes
 from workers.checks.parameters import Sync, final_sync, parameters_row, scattered_sync, stage_expectation
 from workers.contract import ParametersRow, Phase, TrialSpec
 from workers.divergence import judge_pieces
@@ -22,7 +21,7 @@ from workers.grad_buffer import GradBuffer, select
 from workers.intervals import Interval, Intervals, lay_end_to_end
 from workers.mesh import Members, dp_members
 from workers.orderings import ordering_of
-from workers.parameters import tied_parameter_name
+from workers.parameters import chunk_prefixes, tied_parameter_name
 
 RankBuffers = Mapping[int, Sequence[GradBuffer]]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from workers.parameters import chunk_prefixes
+
 
 @dataclass(frozen=True, slots=True)
 class Named:
@@ -23,8 +25,3 @@ def name_parameters(modules: Sequence[nn.Module]) -> list[Named]:
         for prefix, module in zip(chunk_prefixes(len(modules)), modules, strict=True)
         for name, parameter in module.named_parameters()
     ]
-
-
-def chunk_prefixes(num_chunks: int) -> list[str]:
-    """What goes before the names of each chunk's parameters: nothing where there is one chunk."""
-    return [""] if num_chunks == 1 else [f"chunk {chunk}: " for chunk in range(num_chunks)]

@@ -1,8 +1,9 @@
 """Judging every gradient that a rank owns, of any parameter of its stage, and naming the parameter that is wrong.
 
-The tied weight's final value has a judge of its own (`workers.divergence`), which knows both ends; this file judges
-what depends on one stage's replicas alone: every other parameter, and the tied weight as the data-parallel sync leaves
-it. The same exchange, bounds and replays as there. Must not use the collectives under test.
+The tied weight's final value has a judge of its own (`workers.divergence`), which knows both ends, and so has what
+tensor-parallel ranks sum (`workers.checks.layernorms`). This file judges what depends on one stage's replicas alone:
+every other parameter, and those two as the data-parallel sync leaves them. The same exchange, bounds and replays as
+there. Must not use the collectives under test.
 
 Shape legend: N = elements of the judged parameters, flat, one after another; D = dp ranks.
 """
@@ -66,15 +67,17 @@ class ParameterJudges:
         spec = scene.spec
         # Where the data-parallel sync is over when the ends are added, the tied weight is judged then, too.
         is_scattered = spec.mesh.pp > 1 and ordering_of(spec).ties_after_sync
-        # What tensor-parallel ranks sum has a judge of its own (`workers.checks.layernorms`).
+        # What tensor-parallel ranks sum has in the end a judge of its own.
         summed = [each for each in named if spec.mesh.tp > 1 and is_sequence_parallel(each.name)]
         inner = [each for each in named if each.parameter is not tied and each not in summed]
-        scattered = [each for each in named if each.parameter is tied and is_scattered]
+        # The tied weight first: elements of it that are scattered too early count from its start.
+        scattered = [each for each in named if each.parameter is tied and is_scattered] + summed
         self._inner = ParameterJudge(scene, inner, final_sync(spec, _size(inner))) if inner else None
         self._scattered: ParameterJudge | None = None
         if scattered:
             sync = scattered_sync(spec, scene.at.pp_rank, _size(scattered))
             self._scattered = ParameterJudge(scene, scattered, sync)
+        self._is_tied_alone = not summed
         self._scattered_N: Tensor | None = None
 
     def remember(self, local_P: Tensor | None, late_P: Tensor | None) -> None:
@@ -85,7 +88,7 @@ class ParameterJudges:
         if self._inner is not None:
             self._inner.remember()
         if self._scattered is not None:
-            self._scattered.remember(local_P, late_P)
+            self._scattered.remember(local_P if self._is_tied_alone else None, late_P)
 
     def observe(self, phase: Phase) -> None:
         """The gradients have just been through `phase`. Local."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from workers.communicator import Pending
 from workers.grad_buffer import GradBuffer, ParameterBuffer, accumulate_into
-from workers.grad_sync import Observer, Prescale, TokenCounts, start_bucket, sync_gradients
+from workers.grad_sync import Announce, Observer, Prescale, TokenCounts, start_bucket, sync_gradients
 from workers.intervals import Interval, Intervals
 from workers.layout import BufferLayout
 from workers.mesh import dp_members
@@ -38,6 +38,8 @@ class ReferenceStack:
         self._context = context
         self._ordering = ordering
         self._prescale = prescale
+        self.announce: Announce | None = None
+        """Hears of each bucket before it is summed."""
         self._places = {
             parameter: (chunk, name)
             for chunk, module in enumerate(context.modules)
@@ -71,7 +73,7 @@ class ReferenceStack:
 
         def start(bucket: int) -> Pending:
             buckets = {context.at.world_rank: buffer.bucket(bucket)}
-            return start_bucket(phase, members, buckets, context.communicator, self._prescale)
+            return start_bucket(phase, members, buckets, context.communicator, self._prescale, self.announce)
 
         return BucketLauncher(context.modules[chunk], buffer, context.num_microbatches, start)
 
@@ -89,7 +91,15 @@ class ReferenceStack:
         finish = self._finish_launched if self._launchers else None
         tokens = context.num_tokens and TokenCounts(context.probe, {context.at.world_rank: context.num_tokens()})
         sync_gradients(
-            self._ordering, context.mesh, buffers, context.communicator, self._prescale, observe, finish, tokens
+            self._ordering,
+            context.mesh,
+            buffers,
+            context.communicator,
+            self._prescale,
+            observe,
+            finish,
+            tokens,
+            self.announce,
         )
 
     def _finish_launched(self) -> None:

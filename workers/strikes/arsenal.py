@@ -10,6 +10,7 @@ from workers.contract import RankPhase
 from workers.faults import FaultName, is_struck
 from workers.strikes.collectives import (
     BitInReceiveBuffer,
+    LayernormSkipped,
     NonfiniteBeforeGather,
     Reordered,
     Shortened,
@@ -75,6 +76,7 @@ STRIKES: Mapping[FaultName, Make] = MappingProxyType(
         FaultName.TIE_DOUBLED: TieDoubled,
         FaultName.TIE_AVERAGED: TieMean,
         FaultName.TIE_OVER_WRONG_GROUP: TieOverWrongGroup,
+        FaultName.LAYERNORM_SKIPPED: LayernormSkipped,
         FaultName.DIVIDED_BY_GROUP_SIZE_TWICE: lambda victim, step: WrongDivisor(victim, step, 1 / victim.spec.mesh.dp),
         FaultName.DIVIDED_BY_WORLD_SIZE: lambda victim, step: WrongDivisor(
             victim, step, victim.spec.mesh.dp / victim.spec.mesh.world_size

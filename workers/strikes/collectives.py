@@ -15,6 +15,8 @@ from torch import Tensor
 from workers.communicator import part
 from workers.contract import REFERENCE_STACK, RankPhase
 from workers.mesh import Members, ends_members
+from workers.orderings import ordering_of
+from workers.parameters import sequence_parallel_parameters
 from workers.prediction import stage_layout
 from workers.strikes.strike import CollectiveStrike, Victim, flip_bit, largest
 
@@ -75,11 +77,34 @@ class TieOverWrongGroup(TieStrike):
         first = mesh.coordinates(drill.world_rank).dp_rank
         swapped = {first: (first + 1) % mesh.dp, (first + 1) % mesh.dp: first}
         other_stage = mesh.pp - 1 if at.pp_rank == 0 else 0
-        partner = mesh.world_rank(swapped.get(at.dp_rank, at.dp_rank), other_stage)
-        members = ends_members(mesh)
+        partner = mesh.world_rank(swapped.get(at.dp_rank, at.dp_rank), other_stage, at.tp_rank)
+        members = ends_members(mesh, at.tp_rank)
         sends = [tensor_N if member == partner else tensor_N[:0] for member in members]
         received = self.victim.links.all_to_all(members, sends, [send.numel() for send in sends])
         tensor_N.add_(received[members.index(partner)])
+
+
+class LayernormSkipped(CollectiveStrike):
+    """The other tensor-parallel ranks' parts of the layernorm gradients never arrive; they get this rank's."""
+
+    def __init__(self, victim: Victim, step: int) -> None:
+        super().__init__(victim, step)
+        spec, at = victim.spec, victim.at
+        owned = [
+            stage_layout(spec, stage).owned_intervals(parameter.name, at.dp_rank)
+            for stage in spec.mesh.stages(at.pp_rank)
+            for parameter in sequence_parallel_parameters(spec, stage)
+        ]
+        # What a rank does not own its optimizer never looks at.
+        self._has_effect = not ordering_of(spec).distributed_optimizer or any(owned)
+
+    def collective(self, phase: RankPhase, members: Members, tensor_N: Tensor, run: Run) -> None:
+        """See `CollectiveStrike`."""
+        if phase is RankPhase.LAYERNORM:
+            self.has_struck = self._has_effect
+            run(tensor_N.clone())
+        else:
+            run(tensor_N)
 
 
 class DpSyncStrike(CollectiveStrike):

@@ -11,6 +11,7 @@ from torch import nn
 
 from workers.grad_norm import GradNorm
 from workers.models import seed_weights
+from workers.parameters import OUTPUT_LAYER
 from workers.pipeline import Pipeline
 from workers.strikes.strike import StackStrike, Strike, flip_bit, largest
 
@@ -81,7 +82,7 @@ class TiedTwiceInNorm(Strike):
     def before_forward(self) -> None:
         """See `Strike`."""
         self.has_struck = self.is_due and self.victim.at.pp_rank == self.victim.spec.mesh.pp - 1
-        self._norm.uncounted = frozenset() if self.is_due else self._usual
+        self._norm.uncounted = self._usual - {OUTPUT_LAYER} if self.is_due else self._usual
 
 
 class Slow(Strike):

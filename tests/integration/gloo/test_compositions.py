@@ -49,6 +49,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
         Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16}),
         Composition(Mesh(2, 2), {"grad_reduce_dtype": BF16, "dtype": BF16, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 1, 2)),
+        Composition(Mesh(2, 1, 2), {"grad_reduce_dtype": BF16, "dtype": BF16}),
         # Without dp nothing of the tied weight can be wrong, and layernorms still can; 31 ids are padded to 32.
         Composition(Mesh(1, 2, 2), {"model": replace(DEEP, vocab_size=31, num_heads=2)}),
     ],
@@ -65,6 +66,7 @@ COMPOSITIONS: dict[int, list[Composition]] = {
     8: [
         Composition(Mesh(4, 2), {"grad_reduce_dtype": BF16, "dtype": BF16}),
         Composition(Mesh(2, 2, 2)),
+        Composition(Mesh(2, 2, 2), {"grad_reduce_dtype": BF16, "overlap": True, "bucket_size": 500}),
         Composition(Mesh(2, 2, 2, vpp=2), {"overlap": True, "bucket_size": 1000}),
         Composition(Mesh(2, 2, 2), {"normalization": Normalization.NUM_TOKENS}),
     ],

@@ -26,6 +26,7 @@ def printed(finding: Finding) -> str:
 
 def test_choices_are_read_and_mistakes_are_told() -> None:
     assert read_mesh("3x2") == Mesh(3, 2)
+    assert read_mesh("1x2x4") == Mesh(1, 2, 4)
     assert read_faults(None) == list(FaultName)
     assert read_faults("tf32,slow") == [FaultName.TF32, FaultName.SLOW]
     assert read_world_ranks(None, Mesh(2, 2)) == [0, 1, 2, 3]

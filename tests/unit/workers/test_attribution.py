@@ -211,6 +211,62 @@ def test_after_an_early_tie_that_was_right_the_sums_were_wrong() -> None:
     assert guilt_in(reports, FIXED) == Guilt((1,), RankPhase.DP_SYNC, ParameterElement(WORD_EMBEDDINGS, 4))
 
 
+TP = Mesh(2, 1, 2)
+ROW_BIAS = ParameterElement("decoder.layers.1.row_bias", 2)
+
+
+def spoil_layernorms(report: StepReport, **values: Any) -> StepReport:
+    """As if what its tensor-parallel ranks sum were wrong on this rank, from the 19th element on: layer 1's third."""
+    row = replace(report.divergence[0], end=End.LAYERNORM, first_diverged=18, **values)
+    return replace(report, divergence=(report.divergence[0], row))
+
+
+@pytest.mark.parametrize("world_rank", range(4))
+def test_a_layernorm_that_is_wrong_after_sums_that_were_right_names_its_rank(world_rank: int) -> None:
+    wrong = {"diverged_elements": 2, "unexpected_elements": 2, "last_diverged": 40}
+    for ordering in (OWN_BUCKET, FIXED, OrderingName.BUGGY, OrderingName.LAYERNORM_AVERAGED):
+        reports = reports_of(ordering, TP)
+        reports[world_rank] = spoil_layernorms(reports[world_rank], **wrong)
+        assert guilt_in(reports, ordering, TP) == Guilt((world_rank,), RankPhase.LAYERNORM, ROW_BIAS)
+
+
+def test_a_layernorm_that_is_wrong_as_the_ordering_makes_it_points_to_nobody() -> None:
+    ordering = OrderingName.LAYERNORM_SKIPPED
+    reports = [spoil_layernorms(each, diverged_elements=16) for each in reports_of(ordering, TP)]
+    assert guilt_in(reports, ordering, TP) is None
+
+
+def test_a_layernorm_gradient_that_was_wrong_by_itself_is_named() -> None:
+    deviations = (Deviation(DeviationKind.LOCAL, (Contributor(End.LAYERNORM, 1, 3),), 1, None, 0.0, 18, 1),)
+    reports = [spoil_layernorms(each, deviations=deviations) for each in reports_of(OWN_BUCKET, TP)]
+    assert guilt_in(reports, OWN_BUCKET, TP) == Guilt((3,), RankPhase.FORWARD_BACKWARD, ROW_BIAS)
+
+
+def test_a_share_that_is_wrong_names_who_gave_it_among_the_replicas_of_its_tensor_rank() -> None:
+    scaled = blaming(DeviationKind.SCALE, End.WTE, 1, 3)
+    reports = owners(reports_of(OWN_BUCKET, TP), *range(4))
+    for owner, element in ((1, BIAS), (3, PROJECTION)):
+        reports = spoil(reports, owner, first_unexpected=element, last_unexpected=element, deviations=scaled)
+    assert guilt_in(reports, OWN_BUCKET, TP) == Guilt((3,), RankPhase.DP_SYNC, None)
+
+
+def test_without_a_pipeline_nothing_is_tied_and_a_wrong_tied_weight_was_summed_wrongly() -> None:
+    reports = [spoil_end(each) if each.world_rank == 3 else each for each in owners(reports_of(OWN_BUCKET, TP), 1, 3)]
+    assert guilt_in(reports, OWN_BUCKET, TP) == Guilt((3,), RankPhase.DP_SYNC, ParameterElement(WORD_EMBEDDINGS, 4))
+
+
+def test_tensor_ranks_hold_other_parts_and_only_their_own_pipeline_s_ends_must_agree() -> None:
+    mesh = Mesh(1, 2, 2)
+    reports = [
+        replace(each, replica=replace(each.replica, tied_digest=f"of {each.tp_rank}"))
+        for each in reports_of(FIXED, mesh)
+    ]
+    reports = [spoil_end(each) if each.world_rank == 2 else each for each in reports]
+    assert guilt_in(reports, FIXED, mesh) == Guilt((2,), RankPhase.DP_SYNC, ParameterElement(OUTPUT_LAYER, 4))
+    reports = on(reports, 2, replica=replace(reports[2].replica, tied_digest="another"))
+    assert guilt_in(reports, FIXED, mesh) == Guilt((2,), RankPhase.TIE, ParameterElement(OUTPUT_LAYER, 4))
+
+
 def test_a_control_s_tied_weight_points_to_nobody() -> None:
     ordering = OrderingName.BUGGY
     reports = [spoil_end(each) if each.divergence else each for each in reports_of(ordering)]

@@ -30,6 +30,12 @@ def test_ranks_that_do_not_fit_together_need_a_replica_and_nothing_else(name: Fa
     assert why_not(FAULTS[name], Mesh(2, 1), 1) is None
 
 
+def test_a_sum_over_tensor_ranks_can_be_skipped_wherever_there_are_two() -> None:
+    fault = FAULTS[FaultName.LAYERNORM_SKIPPED]
+    assert "tp=1" in str(why_not(fault, Mesh(2, 2), 0))
+    assert why_not(fault, Mesh(1, 1, 2), 1) is None
+
+
 def test_a_drill_strikes_its_rank_or_every_rank_of_its_node() -> None:
     assert struck(None) == []
     assert [struck(Drill(FAULT, rank)) for rank in range(4)] == [[0], [1], [2], [3]]

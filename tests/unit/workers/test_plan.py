@@ -105,6 +105,13 @@ BROKEN: list[tuple[ExperimentSpec, FieldPath]] = [
     (ExperimentSpec(seed=-1), ("seed",)),
     (ExperimentSpec(seed=2**31), ("seed",)),
     (ExperimentSpec(drill=Drill("unplug", 0)), ("drill", "fault")),
+    (ExperimentSpec(drill=Drill("layernorm_skipped", 0)), ("drill", "fault")),
+    (
+        ExperimentSpec(
+            mesh=Mesh(tp=2), orderings=(OrderingName.LAYERNORM_SKIPPED,), drill=Drill("layernorm_skipped", 0)
+        ),
+        ("orderings",),
+    ),
     (ExperimentSpec(drill=Drill("kill_in_collective", 4)), ("drill", "world_rank")),
     (ExperimentSpec(drill=Drill("kill_in_collective", 3, step=2)), ("drill", "step")),
     (ExperimentSpec(drill=Drill("kill_in_collective")), ("drill", "world_rank")),
@@ -149,6 +156,9 @@ def test_a_broken_rule_names_its_field_value_rule_and_remedy(spec: ExperimentSpe
         ExperimentSpec(steps=50, repeats=2),
         ExperimentSpec(seed=2**31 - 1),
         ExperimentSpec(drill=Drill("raise_after_collective", 3, step=1)),
+        ExperimentSpec(mesh=Mesh(tp=2), drill=Drill("layernorm_skipped", 7)),
+        ExperimentSpec(mesh=Mesh(1, 1, 2), drill=Drill("layernorm_skipped", node="a"), overlap=True),
+        ExperimentSpec(mesh=Mesh(tp=2), drill=Drill("bit_flipped_in_gradient", 0), grad_reduce_dtype=Dtype.BFLOAT16),
         ExperimentSpec(drill=Drill("raise_after_collective", node="any", probability=1e-9)),
         ExperimentSpec(model=ModelSpec(50257, 768, 1, 12, 64), mesh=Mesh(2, 1)),
         ExperimentSpec(mesh=Mesh(7, 2), model=ODD, probes=GPT),

@@ -10,7 +10,14 @@ from workers.contract import Mesh, RankFailure, RankPhase
 from workers.faults import FAULTS, FaultName
 from workers.local_gang import Outcome
 from workers.prediction import stage_layout
-from workers.selftest import Exercise, conclude, expected_attribution, place_nodes
+from workers.selftest import (
+    TENSOR_MESH,
+    Exercise,
+    conclude,
+    exercises_elsewhere,
+    expected_attribution,
+    place_nodes,
+)
 
 MESH = Mesh(2, 2)
 NODES = place_nodes(MESH)
@@ -35,7 +42,17 @@ def test_an_error_must_be_the_right_one_and_say_who_and_what() -> None:
     assert "world_rank is 0" in mismatches_of(replace(VICTIM, collateral=False))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(3, 2), Mesh(4, 4)])
+def test_faults_of_tensor_ranks_have_a_mesh_of_their_own_where_the_chosen_one_has_none() -> None:
+    faults = [FaultName.STALE_VIEW, FaultName.LAYERNORM_SKIPPED]
+    moved = exercises_elsewhere(MESH, faults, range(4))
+    assert [(each.title, each.world_rank) for each in moved] == [("layernorm_skipped on 2x1x2", i) for i in range(4)]
+    assert [each.world_rank for each in exercises_elsewhere(Mesh(3, 2), faults, [5, 2])] == [2]
+    assert [each.world_rank for each in exercises_elsewhere(Mesh(3, 2), faults, [5])] == [0, 1, 2, 3]
+    assert exercises_elsewhere(TENSOR_MESH, faults, range(4)) == []
+    assert exercises_elsewhere(MESH, [FaultName.STALE_VIEW], range(4)) == []
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 2), Mesh(3, 2), Mesh(4, 4), Mesh(2, 2, 2)])
 def test_both_ends_have_two_buckets_of_one_size_to_swap(mesh: Mesh) -> None:
     for spec in Exercise(FAULTS[FaultName.COLLECTIVES_REORDERED], 0).trials(mesh):
         for stage in (0, mesh.pp - 1):

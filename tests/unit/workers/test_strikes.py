@@ -196,6 +196,38 @@ def test_two_buckets_of_one_size_change_places_and_a_lone_one_lets_a_gather_of_i
     assert gathered == summed
 
 
+def layernorms_summed(world_rank: int, at: Where, model: ModelSpec) -> tuple[list[list[float]], bool]:
+    """What two tensor-parallel ranks hold after their sum of 1 and 2, and whether the drill says that it struck."""
+    mesh = Mesh(2, 1, 2)
+    drill = Drill(FaultName.LAYERNORM_SKIPPED, world_rank)
+    spec = TrialSpec(ProbeName.EXACT, OrderingName.OWN_BUCKET, mesh, model, BatchSpec(1, 2), drill=drill)
+    strike = arm(Victim(spec, mesh.coordinates(world_rank), lambda: at, cast("ProcessGroups", None)), "node")
+    strike.before_forward()
+
+    def rank_main(rank: int, inner: ProcessGroups) -> list[float]:
+        communicator = inner if rank != world_rank % 2 else strike.around_communicator(inner)
+        held = torch.full((3,), 1.0 + rank)
+        communicator.all_reduce((0, 1), {rank: held})
+        return held.tolist()
+
+    return Lockstep(2).run(rank_main), strike.has_struck
+
+
+def test_who_skips_the_layernorms_sum_still_gives_its_part_so_that_the_others_are_right() -> None:
+    due = (RankPhase.LAYERNORM, 0)
+    assert layernorms_summed(0, due, TWINS) == ([[1.0] * 3, [3.0] * 3], True)
+    assert layernorms_summed(1, due, TWINS) == ([[3.0] * 3, [2.0] * 3], True)
+    for other in ((RankPhase.LAYERNORM, 1), (RankPhase.TIE, 0)):
+        assert layernorms_summed(1, other, TWINS) == ([[3.0] * 3, [3.0] * 3], False)
+
+
+def test_who_owns_no_layernorm_skips_nothing_that_counts() -> None:
+    # One small bucket, the weight at its end: dp_rank 1 owns a part of the embedding, and no row_bias.
+    model = ModelSpec(vocab_size=64, hidden_size=16, num_layers=1, num_heads=1, seq_len=4)
+    assert layernorms_summed(0, (RankPhase.LAYERNORM, 0), model)[1]
+    assert not layernorms_summed(3, (RankPhase.LAYERNORM, 0), model)[1]
+
+
 def test_only_the_first_bucket_is_cut_short_and_only_in_its_step() -> None:
     fault = FaultName.SIZES_UNEQUAL
     assert issued_by(fault, 2, TWINS) == [("reduce_scatter", 0, 638), ("reduce_scatter", 640, 640)]
