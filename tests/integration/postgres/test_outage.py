@@ -10,6 +10,7 @@ from sqlalchemy import text
 
 from service.domain.validation import FailureDetail, State, new_validation_id
 from service.execution.leadership import lead
+from service.execution.measures import Measures
 from service.execution.messages import Failed, WorkKey
 from service.execution.record import Record
 from service.storage import ledger, queue, validations
@@ -39,7 +40,7 @@ async def away(server: Server) -> AsyncIterator[Database]:
 async def test_a_result_is_kept_while_the_database_is_away_and_written_once(server: Server, away: Database) -> None:
     claim = await _claim(away, "kept")
     key = WorkKey(claim.id, claim.attempt)
-    record = Record(away, key, queued_s=0.0)
+    record = Record(away, key, 0.0, Measures())
     await asyncio.to_thread(server.stop)
     record.hear(Failed(key, FailureDetail("rank_died", "rank 1 was killed")))
     writing = asyncio.create_task(record.run())
