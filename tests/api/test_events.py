@@ -123,10 +123,13 @@ def open_raw(running, request: str) -> socket.socket:
 async def test_clients_that_leave_release_their_subscriptions(own_server):
     validation_id = create(own_server)
     streams = [
-        open_raw(own_server, f"GET /validations/{validation_id}/events HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(20)
+        open_raw(own_server, f"GET /validations/{validation_id}/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(20)
     ]
     waits = [
-        open_raw(own_server, "POST /validate HTTP/1.1\r\nHost: localhost\r\nPrefer: wait=60\r\nContent-Length: 0\r\n\r\n")
+        open_raw(
+            own_server, "POST /validate HTTP/1.1\r\nHost: localhost\r\nPrefer: wait=60\r\nContent-Length: 0\r\n\r\n"
+        )
         for _ in range(20)
     ]
     await settle(lambda: subscriptions(own_server) == 40, timeout_s=20)
