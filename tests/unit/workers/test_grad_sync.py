@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lockstep import Lockstep
 from torch import Tensor
 
 from workers.communicator import Pending, ProcessGroups, VirtualRanks
-from workers.contract import TINY, BatchSpec, Mesh, Normalization, OrderingName, Phase, ProbeName, TrialSpec
+from workers.contract import TINY, BatchSpec, Dtype, Mesh, Normalization, OrderingName, Phase, ProbeName, TrialSpec
 from workers.errors import SpecError
 from workers.grad_buffer import GradBuffer
 from workers.grad_sync import (
@@ -29,6 +30,7 @@ from workers.mesh import Members
 from workers.orderings import ORDERINGS
 from workers.padding import valid_tokens
 from workers.parameters import ParameterShape
+from workers.wire import Wire
 
 
 def buffers(mesh: Mesh, lead: int, version: LayoutVersion) -> dict[int, GradBuffer]:
@@ -298,3 +300,27 @@ def test_what_is_not_summed_keeps_its_whole_value_where_the_collective_averages(
     before, within = (Prescale(PrescaleKind.DIVIDE, 4, in_collective) for in_collective in (False, True))
     assert (before.factor, before.local_factor) == (0.25, 0.25)
     assert (within.factor, within.local_factor) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("name", [OrderingName.BUGGY, OrderingName.ALL_REDUCE])
+def test_each_bucket_is_announced_before_its_sum_with_what_the_wire_carries(name: OrderingName, dtype: Dtype) -> None:
+    mesh, ordering = Mesh(2, 2), ORDERINGS[name]
+    made = buffers(mesh, 8, ordering.layout)
+    chunks = {rank: [buffer] for rank, buffer in made.items()}
+    wire = Wire(dtype, mesh.dp, mesh.dp) if dtype is not Dtype.FLOAT32 else Wire()
+    prescale = replace(prescale_for(ordering, ProbeName.GPT, mesh.dp), wire=wire)
+    announced: list[tuple[int, float, bool]] = []
+
+    def announce(bucket_N: Tensor, carried_N: Tensor) -> None:
+        announced.append((bucket_N.data_ptr(), float(carried_N[0]), carried_N.data_ptr() == bucket_N.data_ptr()))
+
+    virtual = VirtualRanks(mesh.world_size)
+    sync_gradients(ordering, mesh, chunks, virtual, prescale, lambda _: None, announce=announce)
+    expected = [
+        # Scaled, and not yet summed: what rank r holds is 10**r everywhere.
+        (buffer.bucket(index).data_ptr(), 10.0**rank / mesh.dp, dtype is Dtype.FLOAT32)
+        for rank, buffer in made.items()
+        for index in buffer.buckets()
+    ]
+    assert sorted(announced) == sorted(expected)
