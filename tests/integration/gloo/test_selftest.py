@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from workers.contract import Mesh
 from workers.faults import FAULTS, FaultName, Outcome
-from workers.selftest import Finding, run_selftest
+from workers.local_gang import LocalGang
+from workers.selftest import TENSOR_MESH, Exercise, Finding, place_nodes, run_exercises, run_selftest
 
-QUIET = [name for name, fault in FAULTS.items() if fault.outcome is not Outcome.ERROR]
+QUIET = [name for name, fault in FAULTS.items() if fault.outcome is not Outcome.ERROR and not fault.in_tensor_group]
 
 
 def assert_as_expected(findings: list[Finding]) -> None:
@@ -42,3 +45,41 @@ def test_a_rank_that_does_not_fit_is_named_with_order_or_shape_before_anybody_mi
 def test_of_three_replicas_the_odd_one_is_named_also_where_it_is_the_first(world_rank: int) -> None:
     faults = [FaultName.BIT_IN_WEIGHT, FaultName.OTHER_INITIAL_WEIGHTS, FaultName.TAIL_TRUNCATED]
     assert_as_expected(run_selftest(Mesh(3, 2), faults, [world_rank]))
+
+
+def test_whoever_skips_the_layernorms_sum_is_named_with_a_layernorm() -> None:
+    findings = run_selftest(Mesh(2, 2), [FaultName.LAYERNORM_SKIPPED], range(4))
+    assert_as_expected(findings)
+    assert [each.is_exercised and each.title for each in findings] == ["layernorm_skipped on 2x1x2"] * 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world_rank", "faults"),
+    [
+        (TENSOR_MESH, 3, [FaultName.TAIL_TRUNCATED, FaultName.OTHER_INITIAL_WEIGHTS]),
+        (Mesh(1, 2, 2), 3, [FaultName.TIE_SKIPPED, FaultName.NORM_COUNTS_TIED_TWICE, FaultName.MICROBATCH_LOST]),
+    ],
+    ids=["2x1x2", "1x2x2"],
+)
+def test_other_faults_of_one_tensor_rank_are_named_as_ever(
+    mesh: Mesh, world_rank: int, faults: list[FaultName]
+) -> None:
+    findings = run_selftest(mesh, faults, [world_rank])
+    assert_as_expected(findings)
+    assert all(finding.is_exercised for finding in findings)
+
+
+def test_under_overlap_gradients_are_spoilt_before_their_bucket_is_sent_and_the_same_each_time() -> None:
+    faults = [FaultName.NAN_BEFORE_DP_SYNC, FaultName.PARAMETER_NOT_SYNCHRONISED, FaultName.BIT_IN_GRADIENT]
+    chosen = [Exercise(FAULTS[fault], 1, overlap=True) for fault in faults]
+    mesh = Mesh(2, 2)
+    assert_as_expected(run_exercises(mesh, chosen))
+    with LocalGang(place_nodes(mesh)) as gang:
+        first, again = (gang.run(chosen[-1].trials(mesh)).reports for _ in range(2))
+    assert any(report.drill_struck for report in first)
+    # By text, since a NaN is not equal to itself.
+    untimed = [
+        repr([replace(each, seconds={}, compute_seconds={}, collectives=()) for each in reports])
+        for reports in (first, again)
+    ]
+    assert untimed[0] == untimed[1]
