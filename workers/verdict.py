@@ -56,7 +56,7 @@ from workers.findings import sentence
 from workers.intervals import count
 from workers.prediction import trial_exposed
 
-VERDICT_RULES_VERSION = 4
+VERDICT_RULES_VERSION = 5
 """Rises with every change of what makes a verdict; stored with each validation."""
 MAX_STORIES = 2
 """Stories of one shard that a reason tells; the row has them all."""
