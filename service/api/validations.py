@@ -164,7 +164,8 @@ _RESPONSE_HEADERS = {
 async def create_validation(request: Request, services: ServicesDep, principal: Starter) -> Response:
     """Every field has a default: `{}` and an empty body are valid. With `Prefer: wait=N` the answer is 200 if it ends.
 
-    An Idempotency-Key used again with another request is 422, as draft-ietf-httpapi-idempotency-key-header has it.
+    An Idempotency-Key used again with another request is 422, as draft-ietf-httpapi-idempotency-key-header has it. Its
+    409 for a request in flight has no occasion here: the second of two waits until the first is stored, or refused.
     A mesh larger than what the cluster's dispatcher last saw is 409; without a fresh sighting it is queued.
     """
     asked = await read_model(request, ValidateRequest)

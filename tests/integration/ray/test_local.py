@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import psutil
-import psycopg
 
 from service.domain.validation import State
 from service.execution.leadership import lead
@@ -50,15 +49,3 @@ async def test_a_standby_leads_once_the_leader_is_gone(postgres_url: str) -> Non
     await first.close()
     async with asyncio.timeout(5):
         await (await waiting).close()
-
-
-async def test_a_leader_whose_connection_breaks_knows_it(postgres_url: str) -> None:
-    leader = await lead(postgres_url, "three", poll_s=0.05)
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-            " WHERE application_name = 'gradgate leader' AND datname = current_database()"
-        )
-    async with asyncio.timeout(5):
-        await leader.lost.wait()
-    await leader.close()
