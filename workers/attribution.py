@@ -26,7 +26,7 @@ from workers.contract import (
 )
 from workers.evidence import Evidence, astray_ranks
 from workers.orderings import RANK_PHASES, ordering_of
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, layernorm_element
+from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_tied, layernorm_element
 
 Key = TypeVar("Key")
 
@@ -308,13 +308,9 @@ def _common_parameter(spans: Sequence[_Span]) -> ParameterElement | None:
     bounds = [bound for span in spans for bound in span]
     known = [bound for bound in bounds if bound is not None]
     names = {bound.parameter for bound in known}
-    if len(known) < len(bounds) or not (len(names) == 1 or all(map(_is_tied, names))):
+    if len(known) < len(bounds) or not (len(names) == 1 or all(map(is_tied, names))):
         return None
     return min(known, key=lambda bound: bound.element)
-
-
-def _is_tied(name: str) -> bool:
-    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))
 
 
 _TRACES = (

@@ -59,6 +59,11 @@ def cut_of(name: str) -> Cut:
     return _CUTS.get(".".join(name.split(".")[-2:]), Cut.REPLICATED)
 
 
+def is_tied(name: str) -> bool:
+    """Whether a parameter, with its chunk before the name or without, is a copy of the tied weight."""
+    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))
+
+
 def is_sequence_parallel(name: str) -> bool:
     """Whether a replicated parameter works on one part of the sequence per tensor-parallel rank.
 

@@ -29,7 +29,7 @@ from workers.experiment import ExperimentSpec, trials
 from workers.faults import FAULTS, Fault, FaultName, Outcome, Place, is_struck, why_not
 from workers.local_gang import LocalGang
 from workers.local_gang import Outcome as GangOutcome
-from workers.parameters import OUTPUT_LAYER, WORD_EMBEDDINGS, is_sequence_parallel
+from workers.parameters import is_sequence_parallel, is_tied
 from workers.session import first_cause
 from workers.verdict import judge
 
@@ -308,9 +308,5 @@ def _is_in(place: Place, parameter: str | None) -> bool:
     names = parameter.split(", ") if parameter else []
     if place is Place.ONE:
         return bool(names)
-    fits = is_sequence_parallel if place is Place.LAYERNORM else _is_tied
+    fits = is_sequence_parallel if place is Place.LAYERNORM else is_tied
     return bool(names) and all(map(fits, names))
-
-
-def _is_tied(name: str) -> bool:
-    return name.endswith((WORD_EMBEDDINGS, OUTPUT_LAYER))

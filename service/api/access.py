@@ -22,6 +22,7 @@ from service.api.problems import FORBIDDEN, RATE_LIMITED, UNAUTHENTICATED, Probl
 from service.domain.keys import ApiKey, Scope, hash_secret
 from service.domain.validation import Validation
 from service.storage import keys, validations
+from service.storage.session import Connection
 
 _bearer = HTTPBearer(
     auto_error=False, description="A key of `gradgate keys create`. Not needed on loopback while no key was ever made."
@@ -160,10 +161,16 @@ Starter = Annotated[Principal, Depends(_allowed(Scope.VALIDATE))]
 """Whoever may start and cancel validations."""
 
 
-async def load_visible(services: Services, principal: Principal, validation_id: str) -> Validation:
+async def require_visible(connection: Connection, principal: Principal, validation_id: str) -> None:
+    """Raise Problem 404 unless there is such a validation within reach: what is out of reach is not there."""
+    cluster = await validations.cluster_of(connection, validation_id)
+    if cluster is None or not principal.reaches(cluster):
+        raise not_found(validation_id)
+
+
+async def load_visible(connection: Connection, principal: Principal, validation_id: str) -> Validation:
     """A validation, as far as the asker may see it. Raises Problem 404: what is out of reach is not there."""
-    async with services.database.read() as connection:
-        validation = await validations.get(connection, validation_id)
+    validation = await validations.get(connection, validation_id)
     if validation is None or not principal.reaches(validation.cluster):
         raise not_found(validation_id)
     return validation

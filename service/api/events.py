@@ -77,7 +77,8 @@ async def stream_events(
     """Replays what has happened and then follows, up to and including the final event; comments keep it alive."""
     accepted(request, ("text/event-stream",))
     after_seq = _last_event_id(request)
-    found = await load_visible(services, principal, validation_id)
+    async with services.database.read() as connection:
+        found = await load_visible(connection, principal, validation_id)
     if found.state in TERMINAL and after_seq >= found.last_event_seq:
         return Response(status_code=204)
     return EventStream(_follow(request, services, validation_id, after_seq), headers=_HEADERS)

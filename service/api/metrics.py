@@ -86,11 +86,6 @@ class _Stored(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
-        yield _gauge(
-            "database_up", "Whether the database answered this scrape.", [], [((), self._overview is not None)]
-        )
-        if self._overview is None:
-            return
         counts, queues, clusters = self._overview.counts, self._overview.queues, self._overview.clusters
         yield _gauge(
             "validations",

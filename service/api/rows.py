@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
 
-from service.api.access import Reader, load_visible
+from service.api.access import Reader, require_visible
 from service.api.dependencies import ServicesDep, ValidationId, accepted
 from service.api.documents import CSV, JSON, RankPage, RankRow, TracePage, TraceRow, csv_response, json_response
 from service.api.openapi import protected
@@ -50,8 +50,8 @@ async def list_ranks(
 ) -> Response:
     """One row per trial, step, rank and end, over the elements that the rank owns."""
     media_type = accepted(request, (JSON, CSV))
-    await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
+        await require_visible(connection, principal, validation_id)
         try:
             page = await validations.ranks_page(connection, validation_id, **query.model_dump())
         except CursorError as error:
@@ -75,8 +75,8 @@ async def list_trace(
 ) -> Response:
     """One row per trial, step, phase, rank, end and dp shard of the tied weight."""
     media_type = accepted(request, (JSON, CSV))
-    await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
+        await require_visible(connection, principal, validation_id)
         try:
             page = await validations.trace_page(connection, validation_id, **query.model_dump())
         except CursorError as error:

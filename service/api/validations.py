@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from service.api import examples
-from service.api.access import Principal, Reader, Starter, load_visible
+from service.api.access import Principal, Reader, Starter, load_visible, require_visible
 from service.api.bodies import read_model
 from service.api.dependencies import (
     Services,
@@ -303,8 +303,8 @@ async def get_validation(
 ) -> Response:
     """Carries a strong ETag: poll with If-None-Match."""
     accepted(request, (JSON,))
-    validation = await load_visible(services, principal, validation_id)
     async with services.database.read() as connection:
+        validation = await load_visible(connection, principal, validation_id)
         tenures = await ledger.of_validation(connection, validation_id)
     return json_response(request, validation_document(validation) | {"attempts": attempt_documents(tenures)})
 
@@ -325,8 +325,8 @@ async def cancel_validation(
     request: Request, services: ServicesDep, principal: Starter, validation_id: ValidationId
 ) -> Response:
     """Idempotent. What waits is cancelled at once; what runs when its gang is gone; what is final stays as it is."""
-    await load_visible(services, principal, validation_id)
     async with services.database.transaction() as connection:
+        await require_visible(connection, principal, validation_id)
         validation = await validations.request_cancel(connection, validation_id)
     if validation is None:
         raise not_found(validation_id)

@@ -20,8 +20,6 @@ _SECRET = re.compile(re.escape(SECRET_PREFIX) + r"[A-Za-z0-9_-]{43}")
 KEY_ID_PREFIX = "key_"
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,62}")
 """What a key may be called."""
-CLUSTER_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-"""What a cluster may be called in a request."""
 
 
 class Scope(StrEnum):

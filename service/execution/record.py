@@ -111,10 +111,10 @@ class Record:
             steps = [step for message in messages if (step := self._absorb(message)) is not None]
             final = messages[-1] if isinstance(messages[-1], Final) else None
             self.ending = final is not None
-            judgement = await self._judge() if isinstance(final, Finished) else None
-            await self._store(steps, judgement if judgement is not None else final)
-            if final is not None and not self.lost:
-                self._tell(judgement if judgement is not None else final)
+            end = await self._judge() if isinstance(final, Finished) else final
+            await self._store(steps, end)
+            if end is not None and not self.lost:
+                self._tell(end)
 
     def _tell(self, end: Judgement | Final) -> None:
         """The stored end, to whoever watches the dispatcher."""

@@ -104,6 +104,14 @@ async def get(connection: Connection, validation_id: str) -> Validation | None:
     return found[0] if found else None
 
 
+async def cluster_of(connection: Connection, validation_id: str) -> str | None:
+    """The cluster of a validation, without the rest of it; None where there is no such id."""
+    cluster: str | None = await connection.scalar(
+        select(validations.c.cluster).where(validations.c.id == validation_id)
+    )
+    return cluster
+
+
 async def list_page(
     connection: Connection,
     *,
