@@ -78,6 +78,10 @@ class Settings(BaseSettings):
     database_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """How long to wait for a connection, from the pool or from the server."""
 
+    retention_days: int | None = Field(default=None, ge=1, le=36_500)
+    """Whole weeks of per-rank rows and events that ended longer ago than this are removed; verdicts stay. None: nothing
+    is ever removed, since nobody should lose evidence by not having set something."""
+
     ray_address: str | None = None
     """None: a local Ray started by `gradgate up`."""
     local_ray_cpus: int = Field(default_factory=default_local_ray_cpus, ge=1, le=4096)

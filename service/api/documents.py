@@ -174,10 +174,12 @@ class AttemptDocument(Document):
 
 
 class DetailedValidation(ValidationDocument):
-    """A validation with its attempts."""
+    """A validation with its attempts, and whether its details are still there."""
 
     attempts: list[AttemptDocument]
     """Oldest first."""
+    details_removed_at: datetime | None
+    """When retention removed its events and per-rank rows, which are 410 since; null while they are there."""
 
 
 class ListedValidation(ValidationDocument):

@@ -16,8 +16,10 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from service.api.access import Reader, load_visible
 from service.api.dependencies import Services, ServicesDep, ValidationId, accepted
+from service.api.details import require_details
 from service.api.openapi import protected
 from service.api.problems import (
+    DETAILS_EXPIRED,
     INVALID_REQUEST,
     NOT_ACCEPTABLE,
     VALIDATION_NOT_FOUND,
@@ -57,7 +59,7 @@ class EventStream(StreamingResponse):
     responses={
         200: {"description": "Events in order, each once.", "content": {"text/event-stream": {"example": _EXAMPLE}}},
         204: {"description": "Nothing follows the given Last-Event-ID: the validation has ended. Do not reconnect."},
-        **protected(VALIDATION_NOT_FOUND, NOT_ACCEPTABLE, INVALID_REQUEST),
+        **protected(VALIDATION_NOT_FOUND, DETAILS_EXPIRED, NOT_ACCEPTABLE, INVALID_REQUEST),
     },
     openapi_extra={
         "parameters": [
@@ -79,8 +81,9 @@ async def stream_events(
     after_seq = _last_event_id(request)
     async with services.database.read() as connection:
         found = await load_visible(connection, principal, validation_id)
-    if found.state in TERMINAL and after_seq >= found.last_event_seq:
-        return Response(status_code=204)
+        if found.state in TERMINAL and after_seq >= found.last_event_seq:
+            return Response(status_code=204)
+        await require_details(connection, validation_id)
     return EventStream(_follow(request, services, validation_id, after_seq), headers=_HEADERS)
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from service.api.bodies import MAX_BODY_BYTES
 from service.api.problems import (
     DATABASE_UNAVAILABLE,
+    DETAILS_EXPIRED,
     FORBIDDEN,
     INFEASIBLE,
     INTERNAL_ERROR,
@@ -69,7 +70,8 @@ _EXAMPLE_MEMBERS: dict[ProblemKind, dict[str, Any]] = {
     INFEASIBLE: {
         "needs": {"num_ranks": 4096, "device": "cuda", "num_nodes": 1},
         "has": {"num_nodes": 1, "num_cpus": 64.0, "num_gpus": 8.0, "observed_at": "2026-01-01T00:00:00Z"},
-    }
+    },
+    DETAILS_EXPIRED: {"removed_at": "2026-01-01T00:00:00Z", "retention_days": 90},
 }
 _EXAMPLE_ERRORS = {
     INVALID_REQUEST: (FieldError("mesh.dp", 0, "must be at least 1", "send a value of at least 1"),),
@@ -115,5 +117,7 @@ SCHEMA: dict[str, Any] = {
         },
         "needs": {"type": "object", "description": "With `infeasible`: what the request needs."},
         "has": {"type": "object", "description": "With `infeasible`: what the cluster has, and when that was seen."},
+        "removed_at": {"type": "string", "format": "date-time", "description": "With `details_expired`."},
+        "retention_days": {"type": "integer", "description": "With `details_expired`: the setting then in force."},
     },
 }

@@ -72,6 +72,12 @@ TOO_MANY_ACTIVE = ProblemKind(
 VALIDATION_NOT_FOUND = ProblemKind(
     "validation_not_found", 404, "No such validation", "no validation has the id val_unknown"
 )
+DETAILS_EXPIRED = ProblemKind(
+    "details_expired",
+    410,
+    "Retention has removed the details",
+    "events and per-rank rows of this validation were removed on 2026-01-01, 90 days after its week; its verdict stays",
+)
 NOT_FOUND = ProblemKind("not_found", 404, "No such path", "nothing is served at /validation")
 METHOD_NOT_ALLOWED = ProblemKind("method_not_allowed", 405, "Method not allowed", "PUT is not allowed here")
 NOT_ACCEPTABLE = ProblemKind("not_acceptable", 406, "Not acceptable", "this resource is application/json or text/csv")
@@ -97,6 +103,7 @@ KINDS: tuple[ProblemKind, ...] = (
     INVALID_REQUEST,
     KEY_REUSED,
     VALIDATION_NOT_FOUND,
+    DETAILS_EXPIRED,
     NOT_FOUND,
     METHOD_NOT_ALLOWED,
     NOT_ACCEPTABLE,

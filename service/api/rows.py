@@ -10,9 +10,10 @@ from pydantic import BaseModel
 
 from service.api.access import Reader, require_visible
 from service.api.dependencies import ServicesDep, ValidationId, accepted
+from service.api.details import require_details
 from service.api.documents import CSV, JSON, RankPage, RankRow, TracePage, TraceRow, csv_response, json_response
 from service.api.openapi import protected
-from service.api.problems import INVALID_REQUEST, VALIDATION_NOT_FOUND
+from service.api.problems import DETAILS_EXPIRED, INVALID_REQUEST, VALIDATION_NOT_FOUND
 from service.api.queries import RowQuery, bad_cursor
 from service.domain.cursor import Page
 from service.domain.errors import CursorError
@@ -31,7 +32,7 @@ router = APIRouter(tags=["validations"])
 
 def _rows_responses() -> dict[int | str, dict[str, Any]]:
     success: dict[str, Any] = {"description": "A page of rows.", "headers": _LINK, "content": {CSV: _CSV}}
-    return {200: success, **protected(VALIDATION_NOT_FOUND, INVALID_REQUEST)}
+    return {200: success, **protected(VALIDATION_NOT_FOUND, DETAILS_EXPIRED, INVALID_REQUEST)}
 
 
 @router.get(
@@ -52,6 +53,7 @@ async def list_ranks(
     media_type = accepted(request, (JSON, CSV))
     async with services.database.read() as connection:
         await require_visible(connection, principal, validation_id)
+        await require_details(connection, validation_id)
         try:
             page = await validations.ranks_page(connection, validation_id, **query.model_dump())
         except CursorError as error:
@@ -77,6 +79,7 @@ async def list_trace(
     media_type = accepted(request, (JSON, CSV))
     async with services.database.read() as connection:
         await require_visible(connection, principal, validation_id)
+        await require_details(connection, validation_id)
         try:
             page = await validations.trace_page(connection, validation_id, **query.model_dump())
         except CursorError as error:

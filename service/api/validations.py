@@ -59,7 +59,7 @@ from service.domain.keys import Scope
 from service.domain.validation import TERMINAL, Validation, new_validation_id
 from service.execution.messages import Placement
 from service.execution.order import to_placement
-from service.storage import capacity, ledger, validations
+from service.storage import capacity, ledger, removals, validations
 from service.storage.session import Connection
 from service.tracing import current_traceparent
 from workers.contract import Device
@@ -306,7 +306,12 @@ async def get_validation(
     async with services.database.read() as connection:
         validation = await load_visible(connection, principal, validation_id)
         tenures = await ledger.of_validation(connection, validation_id)
-    return json_response(request, validation_document(validation) | {"attempts": attempt_documents(tenures)})
+        removal = await removals.of_validation(connection, validation_id)
+    document = validation_document(validation) | {
+        "attempts": attempt_documents(tenures),
+        "details_removed_at": plain(removal and removal.removed_at),
+    }
+    return json_response(request, document)
 
 
 @router.post(

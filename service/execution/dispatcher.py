@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
+from service.execution.housekeeping import keep_house
 from service.execution.leadership import lead
 from service.execution.measures import Measures
 from service.execution.supervisor import Supervisor
@@ -60,12 +61,15 @@ async def _stand_by_and_lead(
         waiting.cancel()
         return
     leadership = waiting.result()
+    house = asyncio.create_task(keep_house(database, settings.retention_days))
     try:
         ending = asyncio.create_task(first_of(*map(asyncio.create_task, (stopping.wait(), leadership.lost.wait()))))
         measures.leading.set(1)
         await Supervisor(settings, database, hub, measures).serve(ending)
     finally:
         measures.leading.set(0)
+        house.cancel()
+        await asyncio.wait([house])
         await leadership.close()
 
 

@@ -5,6 +5,7 @@ Synchronous, for a command or a start-up step; an API process only asks `is_curr
 
 from __future__ import annotations
 
+import logging
 from importlib import resources
 from pathlib import Path
 
@@ -14,12 +15,20 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection as SyncConnection
 
-from service.storage.session import Connection
+from service.storage import partitions
+from service.storage.session import DATABASE_AWAY, Connection
+
+_log = logging.getLogger(__name__)
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Migrate up. Safe to call from several processes at once, and with nothing to do."""
+    """Migrate up, and cut tables into weeks. Safe to call from several processes at once, and with nothing to do."""
     command.upgrade(_config(url), revision)
+    if revision == "head":
+        try:
+            partitions.arrange_now(url)
+        except DATABASE_AWAY as error:
+            _log.warning("the weeks' partitions wait for a dispatcher to make them", extra={"reason": str(error)})
 
 
 def downgrade(url: str, revision: str) -> None:

@@ -44,6 +44,10 @@ metadata = MetaData(
 # Ids sort by their time of making only when compared as bytes, whatever the database's locale is.
 _BYTES_ORDER = Text(collation="C")
 
+_BY_TIME = "RANGE (validation_id)"
+"""How tables that grow with ranks and steps are partitioned: a range of ids is a range of time, and every key of theirs
+begins with the id. `service.storage.partitions` makes the partitions; what has none yet goes into the default one."""
+
 
 def _validation_id() -> Column[str]:
     return Column("validation_id", _BYTES_ORDER, ForeignKey("validations.id", ondelete="CASCADE"), nullable=False)
@@ -153,6 +157,7 @@ events = Table(
     Column("data", JSONB, nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False, server_default=func.clock_timestamp()),
     PrimaryKeyConstraint("validation_id", "seq"),
+    postgresql_partition_by=_BY_TIME,
 )
 
 attempts = Table(
@@ -243,6 +248,7 @@ rank_steps = Table(
     _real("grad_norm_allowed_error", nullable=True),
     Column("compute_seconds", JSONB, nullable=False, server_default=text("'{}'")),
     PrimaryKeyConstraint("validation_id", "trial_index", "step", "world_rank"),
+    postgresql_partition_by=_BY_TIME,
 )
 
 divergence = Table(
@@ -270,6 +276,7 @@ divergence = Table(
     _text("digest"),
     Column("deviations", JSONB, nullable=False, server_default=text("'[]'")),
     PrimaryKeyConstraint("validation_id", "trial_index", "step", "world_rank", "end"),
+    postgresql_partition_by=_BY_TIME,
 )
 
 trace = Table(
@@ -284,7 +291,22 @@ trace = Table(
     _real("l2"),
     _text("digest"),
     PrimaryKeyConstraint("validation_id", "trial_index", "step", "phase", "world_rank", "end", "shard"),
+    postgresql_partition_by=_BY_TIME,
 )
+
+PARTITIONED = (events, rank_steps, divergence, trace)
+"""The tables whose rows retention removes."""
+
+removed_weeks = Table(
+    "removed_weeks",
+    metadata,
+    Column("first_id", _BYTES_ORDER, primary_key=True),
+    Column("end_id", _BYTES_ORDER, nullable=False),
+    _moment("removed_at", nullable=False),
+    _small("retention_days"),
+    CheckConstraint("first_id < end_id", name="order"),
+)
+"""Weeks of validations, from the first id to before the end id, whose rows in PARTITIONED retention has removed."""
 
 capacity_snapshots = Table(
     "capacity_snapshots",
@@ -340,6 +362,9 @@ CREATE TRIGGER attempts_ended BEFORE UPDATE ON attempts FOR EACH ROW
 WHEN (OLD.ended_at IS NOT NULL)
 EXECUTE FUNCTION gradgate_refuse_change()
 """
+
+for _table in PARTITIONED:
+    event.listen(_table, "after_create", DDL("CREATE TABLE %(table)s_default PARTITION OF %(table)s DEFAULT"))  # type: ignore[no-untyped-call]
 
 for _moment_of_making, _statement in (
     ("before_create", _REFUSE_CHANGE),

@@ -62,7 +62,7 @@ async def test_nothing_at_all_is_a_valid_request_and_is_stored_with_its_defaults
     assert body["request"] == DEFAULT_REQUEST
     assert list(body["request"]) == list(DEFAULT_REQUEST)
     again = (await api.get(response.headers["location"])).json()
-    assert again == body | {"attempts": []}
+    assert again == body | {"attempts": [], "details_removed_at": None}
 
 
 async def test_a_new_validation_has_exactly_the_contracts_shape(api):

@@ -18,6 +18,8 @@ from service.api.documents import (
     ValidationPage,
 )
 from service.domain.validation import new_validation_id
+from service.domain.weeks import Week
+from service.storage.tables import removed_weeks
 
 CONTRACT_TRIAL = {
     "probe",
@@ -252,3 +254,29 @@ async def test_cancelling_is_idempotent_and_waits_for_the_gang(api, dispatcher):
     final = await api.post(f"/validations/{running}/cancel")
     assert (final.status_code, final.json()["state"]) == (200, "cancelled")
     assert (await api.post(f"/validations/{new_validation_id()}/cancel")).status_code == 404
+
+
+async def test_details_that_retention_removed_are_gone_with_the_date_and_the_setting(api, dispatcher, database):
+    validation_id = await create(api)
+    await dispatcher.complete(await dispatcher.start(validation_id))
+    assert (await api.get(f"/validations/{validation_id}")).json()["details_removed_at"] is None
+    week = Week.of_validation(validation_id)
+    mark = {"first_id": week.first_id, "end_id": week.end_id, "retention_days": 90}
+    async with database.transaction() as connection:
+        await connection.execute(removed_weeks.insert().values(mark))
+    try:
+        for path in ("ranks", "trace", "events"):
+            response = await api.get(f"/validations/{validation_id}/{path}")
+            assert (response.status_code, response.json()["code"]) == (410, "details_expired")
+            assert response.json()["retention_days"] == 90
+            assert "GRADGATE_RETENTION_DAYS was 90" in response.json()["detail"]
+        seen = {"Last-Event-ID": "4"}
+        assert (await api.get(f"/validations/{validation_id}/events", headers=seen)).status_code == 204
+        body = (await api.get(f"/validations/{validation_id}")).json()
+        DetailedValidation.model_validate(body)
+        assert body["details_removed_at"] == response.json()["removed_at"]
+        assert (body["verdict"], len(body["trials"]), len(body["reasons"])) == ("pass", 2, 1)
+        assert (await api.get(f"/validations/{new_validation_id()}/ranks")).status_code == 404
+    finally:
+        async with database.transaction() as connection:
+            await connection.execute(removed_weeks.delete())

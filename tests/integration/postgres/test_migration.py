@@ -12,18 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
+from alembic import command
 from sqlalchemy import create_engine
 
 from service.domain.errors import NewerSchemaError
-from service.storage import migration, validations
+from service.domain.ids import first_id
+from service.storage import migration, partitions, validations
 from service.storage.programs import find_programs
 from service.storage.session import Database, conninfo, sqlalchemy_url
 from service.storage.tables import metadata
 from workers.encoding import plain
 
+GROWING = ("events", "rank_steps", "divergence", "trace")
 ROOT_DIR = Path(__file__).parents[3]
 
 
@@ -49,6 +53,7 @@ def test_migrations_build_exactly_the_tables_of_the_code(empty_url: Callable[[],
     engine = create_engine(sqlalchemy_url(created))
     metadata.create_all(engine)
     engine.dispose()
+    partitions.arrange_now(created)
     # The server's own description: check constraints, partial indexes and defaults too, which Alembic does not compare.
     assert _schema(migrated) == _schema(created)
 
@@ -88,6 +93,34 @@ def test_the_command_line_of_a_checkout_works_and_shows_its_sql(empty_url: Calla
     shown = run([*alembic, "upgrade", "head", "--sql"], capture_output=True, text=True).stdout
     assert "CREATE TABLE validations" in shown
     assert "validations" in _schema(url)
+
+
+def test_rows_go_into_weeks_and_come_back_the_same(empty_url: Callable[[], str]) -> None:
+    url = empty_url()
+    migration.upgrade(url, "0008")
+    bare = _schema(url)
+    old, new = first_id("val_", datetime(2026, 1, 7, tzinfo=UTC)), first_id("val_", datetime.now(UTC))
+    with psycopg.connect(conninfo(url)) as connection:
+        for validation_id in (old, new):
+            _store_something(connection, validation_id)
+        before = {table: _dump(connection, table) for table in GROWING}
+        assert all(len(rows) == 2 for rows in before.values())
+    migration.upgrade(url)
+    with psycopg.connect(conninfo(url)) as connection:
+        for table in GROWING:
+            assert _dump(connection, table) == before[table]
+            assert _dump(connection, f"{table}_20260105") == before[table][:1]
+            assert _dump(connection, f"{table}_default") == []
+    migration.downgrade(url, "0008")
+    assert _schema(url) == bare
+    with psycopg.connect(conninfo(url)) as connection:
+        assert {table: _dump(connection, table) for table in GROWING} == before
+
+
+def test_alembic_finds_nothing_to_do_where_there_are_partitions(empty_url: Callable[[], str]) -> None:
+    url = empty_url()
+    migration.upgrade(url)
+    command.check(migration._config(url))
 
 
 async def test_a_database_knows_whether_it_is_current(empty_url: Callable[[], str]) -> None:
@@ -132,6 +165,29 @@ async def test_times_are_utc_whatever_the_servers_zone(empty_url: Callable[[], s
     await database.close()
     assert plain(stored.created_at).endswith(("+00:00", "Z"))
     assert abs((stored.created_at - datetime.now(UTC)).total_seconds()) < 600
+
+
+def _store_something(connection: psycopg.Connection[Any], validation_id: str) -> None:
+    """A validation with a row in each table that grows."""
+    connection.execute(
+        "INSERT INTO validations (id, cluster, request, num_ranks, deadline_s, schema_version, verdict_rules_version) "
+        "VALUES (%s, 'c', '{}', 1, 1, 1, 1)",
+        [validation_id],
+    )
+    values = {"text": "'x'", "integer": "7", "bigint": "8", "double precision": "'NaN'", "jsonb": "'[1]'"}
+    for table in GROWING:
+        columns = connection.execute(
+            "SELECT column_name, data_type FROM information_schema.columns WHERE table_name = %s "
+            "AND column_name <> 'validation_id' AND data_type <> 'timestamp with time zone'",
+            [table],
+        ).fetchall()
+        names = ", ".join(f'"{name}"' for name, _ in columns)
+        row = ", ".join(values[kind] for _, kind in columns)
+        connection.execute(f"INSERT INTO {table} (validation_id, {names}) VALUES (%s, {row})", [validation_id])
+
+
+def _dump(connection: psycopg.Connection[Any], table: str) -> list[tuple[Any, ...]]:
+    return connection.execute(f"SELECT t::text FROM {table} t ORDER BY validation_id").fetchall()
 
 
 def _run_python(code: str) -> int:
