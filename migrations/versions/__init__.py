@@ -1,1 +1,1 @@
-"""One file a change of schema, each with its way back."""
+"""One file a change of schema, each with its way back. To change rows that have ended: `migrations.ended`."""

@@ -16,9 +16,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from alembic import command
+from alembic import command, op
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine
+from sqlalchemy.exc import IntegrityError
 
+from migrations.ended import ended_rows_may_change
 from service.domain.errors import NewerSchemaError
 from service.domain.ids import first_id
 from service.storage import migration, partitions, validations
@@ -115,6 +119,37 @@ def test_rows_go_into_weeks_and_come_back_the_same(empty_url: Callable[[], str])
     assert _schema(url) == bare
     with psycopg.connect(conninfo(url)) as connection:
         assert {table: _dump(connection, table) for table in GROWING} == before
+
+
+def test_a_migration_may_change_rows_that_have_ended_and_after_it_nobody(empty_url: Callable[[], str]) -> None:
+    url = empty_url()
+    migration.upgrade(url)
+    before = _schema(url)
+    engine = create_engine(sqlalchemy_url(url))
+    ended = (
+        "UPDATE validations SET state = 'cancelled', finished_at = now()",
+        "INSERT INTO attempts "
+        "(validation_id, attempt, cluster, dispatcher_id, num_ranks, claimed_at, ended_at, outcome) "
+        "SELECT id, 1, 'c', 'd', 1, now(), now(), 'cancelled' FROM validations",
+    )
+    with psycopg.connect(conninfo(url)) as connection:
+        _store_something(connection, "val_ended")
+        for statement in ended:
+            connection.execute(statement)
+    changes = ('UPDATE validations SET labels = \'{"a": "b"}\'', "UPDATE attempts SET nodes = '[\"n1\"]'")
+    with engine.begin() as connection, Operations.context(MigrationContext.configure(connection)):
+        with ended_rows_may_change():
+            for change in changes:
+                op.execute(change)
+        for change in changes:
+            with pytest.raises(IntegrityError, match="has ended and cannot change"), connection.begin_nested():
+                op.execute(change)
+    engine.dispose()
+    with psycopg.connect(conninfo(url)) as connection:
+        assert connection.execute("SELECT labels, nodes FROM validations, attempts").fetchall() == [
+            ({"a": "b"}, ["n1"]),
+        ]
+    assert _schema(url) == before
 
 
 def test_alembic_finds_nothing_to_do_where_there_are_partitions(empty_url: Callable[[], str]) -> None:
