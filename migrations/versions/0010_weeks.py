@@ -1,4 +1,5 @@
-"""Tables that grow with ranks and steps are partitioned by week; what was removed of a week is written down.
+"""Tables that grow with ranks and steps are partitioned by week; what was removed of a week is written down. An attempt
+counts its writes.
 
 The rows stay where they are: each old table becomes its successor's default partition. Whoever migrated moves them into
 weeks afterwards, one short transaction each (`service.storage.partitions`).
@@ -57,9 +58,11 @@ def upgrade() -> None:
     for table, key in KEYS.items():
         _execute(PARTITION, table, key)
     op.execute(REMOVED_WEEKS)
+    op.execute("ALTER TABLE attempts ADD COLUMN num_writes INTEGER DEFAULT 0 NOT NULL")
 
 
 def downgrade() -> None:
+    op.execute("ALTER TABLE attempts DROP COLUMN num_writes")
     # What retention removed is gone; which weeks it were is forgotten, too.
     op.execute("DROP TABLE removed_weeks")
     for table, key in KEYS.items():

@@ -223,7 +223,10 @@ async def answer_invalid_parameters(request: Request, error: Exception) -> Respo
 
 async def answer_database_error(request: Request, error: Exception) -> Response:
     """Handles a database that cannot be reached."""
-    detail = "the database did not answer; nothing was stored by this request. Try again in a few seconds"
+    detail = (
+        "the database did not answer; try again in a few seconds. Should its answer alone have been lost, the same "
+        "Idempotency-Key stores nothing twice"
+    )
     return respond(Problem(DATABASE_UNAVAILABLE, detail, headers={"Retry-After": "2"}), request.url.path)
 
 

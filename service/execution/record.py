@@ -33,6 +33,7 @@ from service.execution.messages import (
 )
 from service.storage import ledger, queue
 from service.storage.events import append_many
+from service.storage.ledger import Turn
 from service.storage.session import DATABASE_AWAY, Connection, Database
 from service.tracing import tell_attempt
 from workers.contract import Fingerprint, Judgement, TrialSpec, Verdict
@@ -86,6 +87,7 @@ class Record:
         self._chronicle: Chronicle | None = None
         self._fingerprint: tuple[Fingerprint, ...] = ()
         self._timings: dict[str, Any] = {"queued_s": round(queued_s, 6)}
+        self._num_writes = 0
         self._began_s = time.monotonic()
         self._repeating = False
         """The reports of the run are complete, so that nothing can take its verdict away any more."""
@@ -196,12 +198,19 @@ class Record:
         return replace(judgement, reasons=(*judgement.reasons, cause_reason(self._attribution)))
 
     async def _store(self, steps: Sequence[_Step], end: Judgement | Final | None) -> None:
-        """Write in one transaction, again and again while the database is away: these results exist only here."""
-        failures = 0
+        """Write in one transaction, again and again while the database is away: these results exist only here.
+
+        Numbered, because a write whose commit was not heard of may have been made.
+        """
+        failures, number = 0, self._num_writes + 1
         while True:
             try:
                 async with self._database.transaction() as connection:
-                    self.lost = not await self._write(connection, steps, end)
+                    turn = await ledger.take_turn(connection, self.key.validation_id, self.key.attempt, number)
+                    self.lost = turn is Turn.LOST or (
+                        turn is Turn.OPEN and not await self._write(connection, steps, end)
+                    )
+                self._num_writes = number
                 return
             except DATABASE_AWAY as error:
                 extra = {"reason": str(error)}

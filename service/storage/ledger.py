@@ -8,15 +8,27 @@ themselves a little later, when they miss its heartbeat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
+from enum import Enum, auto
 from typing import Any
 
 from sqlalchemy import and_, func, or_, select, update
 
 from service.domain.validation import EventType
 from service.storage.session import Connection
-from service.storage.tables import attempts
+from service.storage.tables import attempts, validations
+
+
+class Turn(Enum):
+    """What a write of an attempt finds."""
+
+    OPEN = auto()
+    """It comes next, and is this transaction's to make."""
+    DONE = auto()
+    """It was made: whoever made it did not hear that its commit succeeded."""
+    LOST = auto()
+    """The attempt is not held any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,30 @@ async def open_entries(connection: Connection, claimed: Sequence[Mapping[str, An
         await connection.execute(attempts.insert().values(claimed_at=func.clock_timestamp()), list(claimed))
 
 
+async def take_turn(connection: Connection, validation_id: str, attempt: int, number: int) -> Turn:
+    """Begin the `number`th write (from 1) of an attempt; ask again with the same number where its fate is unknown.
+
+    A connection may die between COMMIT and its answer. The number is written in the same transaction as the rest, so it
+    says which of the two happened; a commit that is still under way is waited for.
+    """
+    # The validation's row first, as everything that ends an attempt does.
+    held = select(validations.c.id).where(validations.c.id == validation_id).with_for_update().cte("held")
+    counted = (
+        update(attempts)
+        .where(
+            attempts.c.validation_id == select(held.c.id).scalar_subquery(),
+            attempts.c.attempt == attempt,
+            attempts.c.ended_at.is_(None),
+            attempts.c.num_writes == number - 1,
+        )
+        .values(num_writes=number)
+    )
+    if (await connection.execute(counted)).rowcount == 1:
+        return Turn.OPEN
+    made = select(attempts.c.num_writes).where(attempts.c.validation_id == validation_id, attempts.c.attempt == attempt)
+    return Turn.DONE if (await connection.scalar(made) or 0) >= number else Turn.LOST
+
+
 async def reserve(connection: Connection, validation_id: str, attempt: int, nodes: Sequence[str]) -> bool:
     """The attempt has its nodes; False, and nothing changed, where it has ended."""
     entered = (
@@ -66,7 +102,9 @@ async def close_entry(connection: Connection, validation_id: str, outcome: Event
 async def of_validation(connection: Connection, validation_id: str) -> tuple[Tenure, ...]:
     """All attempts of a validation, oldest first."""
     query = select(attempts).where(attempts.c.validation_id == validation_id).order_by(attempts.c.attempt)
-    return tuple(Tenure(**row | {"nodes": tuple(row["nodes"])}) for row in await _rows(connection, query))
+    rows = await _rows(connection, query)
+    names = [field.name for field in fields(Tenure)]
+    return tuple(Tenure(**{name: row[name] for name in names} | {"nodes": tuple(row["nodes"])}) for row in rows)
 
 
 async def overlaps(connection: Connection) -> list[tuple[str, int, int]]:

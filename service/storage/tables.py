@@ -173,6 +173,7 @@ attempts = Table(
     _moment("reserved_at"),
     _moment("ended_at"),
     _text("outcome", nullable=True),
+    Column("num_writes", Integer, nullable=False, server_default=text("0")),
     PrimaryKeyConstraint("validation_id", "attempt"),
     CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="ended_has_outcome"),
     CheckConstraint("ended_at >= claimed_at", name="ends_after_claim"),
