@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -13,6 +15,8 @@ from service.execution.leadership import lead
 from service.execution.measures import Measures
 from service.execution.messages import Failed, WorkKey
 from service.execution.record import Record
+from service.execution.supervisor import Supervisor
+from service.settings import Settings
 from service.storage import ledger, queue, validations
 from service.storage.events import EventHub
 from service.storage.session import DATABASE_AWAY, Database
@@ -117,6 +121,45 @@ async def test_a_connection_that_breaks_within_a_copy_counts_as_the_database_bei
     await killer.close()
 
 
+class _Lookout(Supervisor):
+    """Says when a round of renewals has got through to the database."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.renewed = asyncio.Event()
+
+    async def _renew(self) -> None:
+        await super()._renew()
+        self.renewed.set()
+
+
+async def test_after_an_outage_every_holder_renews_before_anything_is_reaped(
+    server: Server, away: Database, tmp_path: Path
+) -> None:
+    claim = await _claim(away, "gate", lease_s=0.1)  # by another dispatcher, which will renew later than this one
+    settings = Settings(home=tmp_path, database_url=server.url, cluster="gate", dispatcher_id="d9", lease_s=9)
+    supervisor = _Lookout(settings, away, EventHub(server.url), Measures())
+    await asyncio.to_thread(server.stop)
+    leading = asyncio.create_task(supervisor._lease_loop())
+    await asyncio.sleep(0.5)
+    await asyncio.to_thread(server.start)
+    async with asyncio.timeout(PATIENCE_S):
+        await supervisor.renewed.wait()
+    await asyncio.sleep(0.5)  # for the rest of that round
+    async with away.transaction() as connection:
+        found = await queue.extend(connection, dispatcher_id="d1", held=[(claim.id, 1)], lease_s=0.1)
+    assert found.still_held == {(claim.id, 1)}
+    # Who never renews is reaped all the same, once the time of grace is over.
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with away.read() as connection:
+                stored = await validations.get(connection, claim.id)
+            if stored is not None and stored.state is State.QUEUED:
+                break
+            await asyncio.sleep(0.1)
+    leading.cancel()
+
+
 async def _break_within_a_copy(database: Database, killer: Database) -> None:
     async with database.transaction() as connection:
         pid = (await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one()
@@ -126,7 +169,7 @@ async def _break_within_a_copy(database: Database, killer: Database) -> None:
             await other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
 
 
-async def _claim(database: Database, cluster: str) -> queue.Claim:
+async def _claim(database: Database, cluster: str, lease_s: float = 60) -> queue.Claim:
     async with database.transaction() as connection:
         await validations.insert(
             connection,
@@ -137,7 +180,7 @@ async def _claim(database: Database, cluster: str) -> queue.Claim:
             num_ranks=2,
             deadline_s=60,
         )
-        (claim,) = await queue.claim(connection, cluster=cluster, dispatcher_id="d1", lease_s=60, limit=1)
+        (claim,) = await queue.claim(connection, cluster=cluster, dispatcher_id="d1", lease_s=lease_s, limit=1)
     return claim
 
 
