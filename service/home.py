@@ -43,7 +43,7 @@ class StackHome:
         Raises StackError where another stack is alive in this home, or the home cannot be written.
         """
         try:
-            self.path.mkdir(mode=0o711, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.logs_dir.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -42,10 +42,18 @@ def find_account() -> pwd.struct_passwd | None:
 
 
 def prepare_home(home: Path, account: pwd.struct_passwd | None) -> None:
-    """Make `home`, and let the account pass through it. Raises EmbeddedPostgresError where it cannot get that far."""
-    home.mkdir(mode=0o711, parents=True, exist_ok=True)
+    """Make `home`, closed to others; let the account pass through it where the server does not run as its owner.
+
+    Raises EmbeddedPostgresError where the account cannot get that far, or would have to pass through somebody's home.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     if account is None:
         return
+    if not home.stat().st_mode & stat.S_IXOTH and any(home == Path(other.pw_dir) for other in pwd.getpwall()):
+        raise EmbeddedPostgresError(
+            f"{home} is a home directory, which would have to be opened to user {account.pw_name}; "
+            "set GRADGATE_HOME to a folder of its own, such as /var/lib/gradgate"
+        )
     closed = [folder for folder in home.parents if not folder.stat().st_mode & stat.S_IXOTH]
     if closed:
         # Opening a folder that is not ours, /root above all, is not ours to decide.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -225,6 +226,27 @@ def test_root_is_told_about_a_home_that_the_account_cannot_enter(home: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the server as another user")
+def test_a_home_directory_is_never_opened_to_the_account(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.chmod(0o700)
+    someone = pwd.struct_passwd(("someone", "x", 1, 1, "", str(home), "/bin/sh"))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [someone])
+    with pytest.raises(EmbeddedPostgresError, match=f"{home} is a home directory"):
+        embedded.start(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+def test_others_pass_through_a_home_only_where_the_server_is_another_user_and_read_nothing(home: Path) -> None:
+    made = home / "made"
+    with embedded.start(made, options=FAST):
+        found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (made, *made.iterdir())}
+    assert found.pop("made") == (0o701 if os.geteuid() == 0 else 0o700)
+    assert set(found) >= {"postgres", "postgres.start.lock", "postgres.holders.lock"}
+    assert {name for name, mode in found.items() if mode & 0o077} <= {
+        name for name in found if name.startswith("postgres-programs-")
+    }
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the server as another user")
 def test_programs_that_the_account_cannot_read_are_copied(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_is_usable", lambda folder, account: False)
     with embedded.start(home, options=FAST) as server:
@@ -240,7 +262,9 @@ def test_a_user_who_is_not_root_runs_it_as_himself(home: Path) -> None:
     python = _interpreter_for(NOBODY_UID)
     if python is None:
         pytest.skip(f"user {NOBODY_UID} cannot run Python with the packages of {sys.executable} in {ROOT_DIR}")
+    home.chmod(0o700)
     owner, url = _start_owner(home, python, user=NOBODY_UID)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
     _write(url, "x")
     assert _users(home) == {NOBODY_UID}
     out, _ = owner.communicate("")
