@@ -62,7 +62,8 @@ LEASED = frozenset({State.STARTING, State.RUNNING})
 """States in which a dispatcher holds the validation."""
 
 LEGAL_MOVES: Mapping[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.STARTING, State.CANCELLED}),
+    # queued fails when nobody took it up for too long.
+    State.QUEUED: frozenset({State.STARTING, State.FAILED, State.CANCELLED}),
     # starting and running go back to queued when a lost attempt is taken over.
     State.STARTING: frozenset({State.RUNNING, State.QUEUED, State.FAILED, State.CANCELLED}),
     State.RUNNING: frozenset({State.COMPLETED, State.QUEUED, State.FAILED, State.CANCELLED}),

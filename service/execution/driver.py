@@ -22,6 +22,7 @@ from service.execution.beacon import BeaconServer
 from service.execution.cluster import connect, read_nodes, to_ship
 from service.execution.messages import (
     STOP_TIMEOUT_S,
+    Alive,
     Cancel,
     Capacity,
     DriverConfig,
@@ -77,10 +78,11 @@ class Driver:
         await self._beacons.open()
         self._observe()
         self._send(Ready(ray.__version__, os.getpid()))
-        watcher = asyncio.create_task(self._watch_cluster())
+        loops = [asyncio.create_task(self._watch_cluster()), asyncio.create_task(self._beat())]
         while not isinstance(message := await self._inbox.get(), Stop):
             self._obey(message)
-        watcher.cancel()
+        for each in loops:
+            each.cancel()
         await self._stop()
 
     def _train_site(self) -> TrainSite:
@@ -118,6 +120,11 @@ class Driver:
             self._connection.send(message)
         except OSError:
             _log.warning("the supervisor is gone; a message is lost", extra={"kind": type(message).__name__})
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Alive())
+            await asyncio.sleep(self._config.alive_interval_s)
 
     async def _watch_cluster(self) -> None:
         while True:

@@ -77,6 +77,9 @@ class Record:
         """The attempt is somebody else's by now; nothing of it was or will be written."""
         self.ending = False
         """The last words are being written; after that nobody holds a lease."""
+        self.heard_final = False
+        self.alarm: asyncio.TimerHandle | None = None
+        """Rings when the driver does not end the attempt."""
         self._database = database
         self._measures = measures
         self._traceparent = traceparent
@@ -100,7 +103,13 @@ class Record:
         self._repeating = self._repeating or isinstance(message, Repeating)
         if self._repeating and isinstance(message, Failed | Cancelled | Requeue):
             message = Finished(self.key, (), Repeated(unknown(_interrupted(message))))
+        self.heard_final = self.heard_final or isinstance(message, Final)
         self._inbox.put_nowait(message)
+
+    def stop_alarm(self) -> None:
+        """The attempt has come to its end."""
+        if self.alarm is not None:
+            self.alarm.cancel()
 
     async def run(self) -> None:
         """Write until the final message is stored, or until the attempt is lost."""
@@ -121,6 +130,8 @@ class Record:
         outcome = "completed" if isinstance(end, Judgement) else type(end).__name__.lower()
         verdict = end.verdict.value if isinstance(end, Judgement) else None
         self._measures.ended(outcome, verdict, self._timings)
+        if isinstance(end, Failed | Cancelled) and end.leak is not None:
+            self._measures.leaks.inc()
         phases = {phase: self._timings[key] for phase, key in PHASES.items() if key in self._timings}
         attributes: dict[str, str | int] = {
             "gradgate.validation_id": self.key.validation_id,
