@@ -17,7 +17,8 @@ from service.domain.ids import sortable_id
 from workers.contract import CollectiveSummary, Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
-"""How often a validation is started at most; each start that loses its dispatcher uses one."""
+"""How many attempts a validation may lose, with their dispatcher or driver; the last of them fails it. A dispatcher
+that stops in good order hands its attempts back, and that costs none."""
 
 ID_PREFIX = "val_"
 
@@ -52,6 +53,17 @@ class EventType(StrEnum):
     REPEATED_ELSEWHERE = "repeated_elsewhere"
     CANCEL_REQUESTED = "cancel_requested"
     REQUEUED = "requeued"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Outcome(StrEnum):
+    """How an attempt ended, in the ledger."""
+
+    REQUEUED = "requeued"
+    """It was lost."""
+    HANDED_BACK = "handed_back"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"

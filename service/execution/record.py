@@ -16,7 +16,7 @@ from typing import Any
 
 from service import telemetry
 from service.domain.cause import Attribution, unknown
-from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
+from service.domain.validation import EventType, FailureDetail
 from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
 from service.execution.measures import PHASES, Measures
 from service.execution.messages import (
@@ -31,7 +31,7 @@ from service.execution.messages import (
     Start,
     WorkKey,
 )
-from service.storage import ledger, queue
+from service.storage import ledger, queue, reaping
 from service.storage.events import append_many
 from service.storage.session import DATABASE_AWAY, Connection, Database
 from service.tracing import tell_attempt
@@ -49,6 +49,8 @@ class Requeue:
     """The supervisor's own final word: nobody works on this attempt any more."""
 
     message: str
+    lost: bool = True
+    """False: handed back in good order, which uses up nothing."""
 
 
 Message = Reserved | Formed | Progress | Repeating | Finished | Failed | Cancelled | Requeue
@@ -266,17 +268,16 @@ class Record:
         if isinstance(end, Cancelled):
             return await queue.cancel(connection, validation_id, attempt, end.leak)
         if isinstance(end, Requeue):
-            return await self._requeue(connection, end.message)
+            return await self._requeue(connection, end)
         return True
 
-    async def _requeue(self, connection: Connection, message: str) -> bool:
+    async def _requeue(self, connection: Connection, end: Requeue) -> bool:
         validation_id, attempt = self.key.validation_id, self.key.attempt
         if self.cancel_requested:
-            return await queue.cancel(connection, validation_id, attempt, f"{message}; its ranks end by themselves")
-        if attempt >= MAX_ATTEMPTS:
-            detail = FailureDetail("attempts_exhausted", f"{message}, in attempt {attempt} of {MAX_ATTEMPTS}")
-            return await queue.fail(connection, validation_id, attempt, detail)
-        return await queue.release(connection, validation_id, attempt, message)
+            return await queue.cancel(connection, validation_id, attempt, f"{end.message}; its ranks end by themselves")
+        if end.lost:
+            return await reaping.lose(connection, validation_id, attempt, end.message)
+        return await queue.release(connection, validation_id, attempt, end.message)
 
 
 def _with_leak(detail: FailureDetail, leak: str) -> FailureDetail:

@@ -262,7 +262,7 @@ class Supervisor:
             _log.error("a gang did not go away", extra={"attempt": str(message.key), "leak": message.leak})
         elif (record := self._records.get(message.key)) is not None:
             if isinstance(message, Cancelled) and not record.cancel_requested:
-                record.hear(Requeue("the dispatcher stopped"))
+                record.hear(Requeue("the dispatcher stopped", lost=False))
             else:
                 record.hear(message)
 
@@ -291,7 +291,7 @@ class Supervisor:
             await self._child.stop()
         await asyncio.sleep(0)  # the driver's last messages
         for record in list(self._records.values()):
-            record.hear(Requeue("the dispatcher stopped"))
+            record.hear(Requeue("the dispatcher stopped", lost=False))
         if tasks := [*self._tasks.values(), *self._background]:
             _, late = await asyncio.wait(tasks, timeout=RECORD_TIMEOUT_S)
             for task in late:  # the lease will lapse, and another dispatcher takes over

@@ -21,6 +21,7 @@ from service.domain.validation import (
     LEASED,
     EventType,
     FailureDetail,
+    Outcome,
     State,
 )
 from service.storage import ledger
@@ -215,10 +216,12 @@ async def release(connection: Connection, validation_id: str, attempt: int, mess
     asked = select(validations.c.cancel_requested_at).where(validations.c.id == validation_id).with_for_update()
     if (await connection.execute(asked)).scalar_one_or_none() is not None:
         return await cancel(connection, validation_id, attempt)
-    return await requeue(connection, validation_id, attempt, message)
+    return await requeue(connection, validation_id, attempt, message, Outcome.HANDED_BACK)
 
 
-async def requeue(connection: Connection, validation_id: str, attempt: int, message: str) -> bool:
+async def requeue(
+    connection: Connection, validation_id: str, attempt: int, message: str, outcome: Outcome = Outcome.REQUEUED
+) -> bool:
     """Let a held validation wait again, as it was before it was claimed; starting or running -> queued."""
     return await move(
         connection,
@@ -227,6 +230,7 @@ async def requeue(connection: Connection, validation_id: str, attempt: int, mess
         EventType.REQUEUED,
         {"attempt": attempt, "message": message},
         attempt=attempt,
+        outcome=outcome,
         dispatcher_id=None,
         started_at=None,
         fingerprint=None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Row, func, select
 
-from service.domain.validation import LEASED, MAX_ATTEMPTS, EventType, FailureDetail, State
+from service.domain.validation import LEASED, MAX_ATTEMPTS, EventType, FailureDetail, Outcome, State
 from service.storage.moves import move
 from service.storage.queue import cancel, fail, interval, requeue
 from service.storage.session import Connection
@@ -80,8 +80,29 @@ async def _take_over(connection: Connection, row: Row[Any], max_attempts: int) -
         leak = f"{lost}; its workers end by themselves once they miss their driver's heartbeat"
         await cancel(connection, row.id, row.attempt, leak)
         return False
-    if row.attempt >= max_attempts:
-        message = f"{lost}, the last of {max_attempts}; look at that dispatcher's log, then validate again"
-        await fail(connection, row.id, row.attempt, FailureDetail("attempts_exhausted", message))
+    if await is_last(connection, row.id, max_attempts):
+        await fail(connection, row.id, row.attempt, exhausted(lost, max_attempts))
         return False
     return await requeue(connection, row.id, row.attempt, lost)
+
+
+async def lose(connection: Connection, validation_id: str, attempt: int, why: str) -> bool:
+    """A held attempt came to nothing: it waits again, or fails where that was the last one it may lose.
+
+    False, and nothing changed, where it is not held in that attempt.
+    """
+    if await is_last(connection, validation_id, MAX_ATTEMPTS):
+        return await fail(connection, validation_id, attempt, exhausted(why, MAX_ATTEMPTS))
+    return await requeue(connection, validation_id, attempt, why)
+
+
+async def is_last(connection: Connection, validation_id: str, max_attempts: int) -> bool:
+    """Whether a validation whose attempt is lost now has used up its attempts. Those handed back do not count."""
+    lost = select(func.count()).where(attempts.c.validation_id == validation_id, attempts.c.outcome == Outcome.REQUEUED)
+    return int(await connection.scalar(lost) or 0) + 1 >= max_attempts
+
+
+def exhausted(why: str, max_attempts: int) -> FailureDetail:
+    """The error of a validation that lost all its attempts."""
+    message = f"{why}, the last of {max_attempts} lost attempts; look at the dispatcher's log, then validate again"
+    return FailureDetail("attempts_exhausted", message)

@@ -43,7 +43,8 @@ async def test_every_end_closes_the_entry_and_waiting_has_none(
     database: Database, hold: Hold, enqueue: Enqueue
 ) -> None:
     ends = {
-        "requeued": lambda c, i: queue.release(c, i, 1, "stops"),
+        "requeued": lambda c, i: reaping.lose(c, i, 1, "the driver process died"),
+        "handed_back": lambda c, i: queue.release(c, i, 1, "stops"),
         "failed": lambda c, i: queue.fail(c, i, 1, FailureDetail("x", "x")),
         "cancelled": lambda c, i: queue.cancel(c, i, 1),
     }

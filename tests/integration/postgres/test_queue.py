@@ -196,6 +196,26 @@ async def test_attempts_are_limited(database: Database, hold: Hold) -> None:
     assert "d3" in failed.error.message
 
 
+async def test_a_stop_in_good_order_uses_up_no_attempt(database: Database, hold: Hold) -> None:
+    claim = await hold("rolling")
+    for attempt in range(1, 6):
+        async with database.transaction() as connection:
+            assert await queue.release(connection, claim.id, attempt, "stops")
+        (again,) = await _claim(database, "rolling")
+        assert again.attempt == attempt + 1
+    for attempt in (6, 7):
+        async with database.transaction() as connection:
+            assert await reaping.lose(connection, claim.id, attempt, "the driver process died")
+        await _claim(database, "rolling")
+    async with database.transaction() as connection:
+        assert not await reaping.lose(connection, claim.id, 7, "late")
+        assert await reaping.lose(connection, claim.id, 8, "the driver process died")
+    failed = await _get(database, claim.id)
+    assert failed.error is not None
+    assert failed.error.code == "attempts_exhausted"
+    assert "the driver process died, the last of 3 lost attempts" in failed.error.message
+
+
 async def test_a_wish_to_cancel_survives_a_lost_dispatcher(database: Database, hold: Hold) -> None:
     claim = await hold("wish", running=True)
     async with database.transaction() as connection:

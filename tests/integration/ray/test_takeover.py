@@ -105,7 +105,7 @@ async def test_a_standby_takes_over_and_a_dispatcher_told_to_end_hands_back(
         assert await ledger.overlaps(connection) == []
     assert [(tenure.dispatcher_id, tenure.outcome) for tenure in tenures] == [
         ("one", "requeued"),
-        ("two", "requeued"),
+        ("two", "handed_back"),
         ("three", "completed"),
     ]
     assert all(tenure.nodes for tenure in tenures)
