@@ -45,6 +45,7 @@ from service.execution.repeat import (
     run_elsewhere,
     seats_of,
 )
+from service.execution.sweep import group_name
 from service.execution.teardown import TEARDOWN_LIMIT_S, bounded
 from workers.contract import Device, Launcher, StepReport, TrialSpec
 from workers.plan import trials
@@ -191,8 +192,8 @@ class Attempt:
     async def _form_by_pool(self, shape: GangShape, nodes: tuple[NodeCapacity, ...]) -> Gang:
         key = self._start.key
         if key.attempt > 1:  # whoever held the attempt before may have left its resources reserved
-            await asyncio.to_thread(remove_group, _group_name(key.validation_id, key.attempt - 1))
-        held = await self._work.pool.acquire(_group_name(key.validation_id, key.attempt), shape, nodes)
+            await asyncio.to_thread(remove_group, group_name(key.validation_id, key.attempt - 1))
+        held = await self._work.pool.acquire(group_name(key.validation_id, key.attempt), shape, nodes)
         names = {node.node_id: node.name for node in nodes}
         if isinstance(held, Gang):
             self._gang = held
@@ -281,7 +282,3 @@ class Attempt:
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s
-
-
-def _group_name(validation_id: str, attempt: int) -> str:
-    return f"gradgate:{validation_id}:{attempt}"

@@ -90,11 +90,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Sweep:
+    """Remove what other drivers of this cluster left behind, but for these attempts, which somebody still holds."""
+
+    held: frozenset[WorkKey]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End: kill every gang, leave Ray, exit."""
 
 
-ToDriver = Start | Cancel | Stop
+ToDriver = Start | Cancel | Sweep | Stop
 
 
 # Driver to supervisor.

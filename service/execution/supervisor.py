@@ -25,6 +25,7 @@ from service.execution.messages import (
     FromDriver,
     LeftBehind,
     Ready,
+    Sweep,
     ToDriver,
     WorkKey,
 )
@@ -193,8 +194,17 @@ class Supervisor:
             lapsed = await reaping.requeue_expired(connection, cluster=settings.cluster)
             expired = await reaping.expire_waiting(connection, cluster=settings.cluster, wait_s=settings.queue_wait_s)
         self._measures.leases_lapsed.inc(len(lapsed))
+        await self._sweep()
         if expired:
             _log.warning("validations waited too long in the queue", extra={"ids": expired[:20], "num": len(expired)})
+
+    async def _sweep(self) -> None:
+        """Let the driver remove what others left on the cluster, once it is known who holds what."""
+        with patience("see who holds what"):
+            async with self._database.read() as connection:
+                held = await reaping.held_now(connection, self._settings.cluster)
+            if self._driver_ready:
+                self._order(Sweep(frozenset(WorkKey(*attempt) for attempt in held)))
 
     async def _renew(self) -> None:
         settings = self._settings
@@ -204,6 +214,8 @@ class Supervisor:
                 connection, dispatcher_id=settings.dispatcher_id, held=list(held), lease_s=settings.lease_s
             )
         for pair, record in held.items():
+            if record.key not in self._tasks:  # it ended, or learnt of its loss, while this asked
+                continue
             if pair not in found.still_held and not record.ending:
                 record.lost = True
                 self._tasks[record.key].cancel()
@@ -253,6 +265,7 @@ class Supervisor:
             self._driver_ready = True
             _log.info("the driver is ready", extra={"ray": message.ray_version, "pid": message.pid})
             self._news.wake()
+            self._spawn(self._sweep())
         elif isinstance(message, Capacity):
             self._cluster_silence.end()
             self._measures.gangs_idle.set(message.num_idle_gangs)

@@ -11,7 +11,7 @@ from sqlalchemy import Row, func, select
 
 from service.domain.validation import LEASED, MAX_ATTEMPTS, EventType, FailureDetail, Outcome, State
 from service.storage.moves import move
-from service.storage.queue import cancel, fail, interval, requeue
+from service.storage.queue import Attempt, cancel, fail, interval, requeue
 from service.storage.session import Connection
 from service.storage.tables import attempts, validations
 
@@ -60,6 +60,14 @@ async def expire_waiting(connection: Connection, *, cluster: str, wait_s: float)
     detail = FailureDetail("queue_wait_expired", message)
     ids = [row.id for row in (await connection.execute(overdue)).all()]
     return [each for each in ids if await _fail_waiting(connection, each, detail)]
+
+
+async def held_now(connection: Connection, cluster: str) -> frozenset[Attempt]:
+    """The attempts of a cluster that somebody holds, or whose lease has lapsed and that nobody took over yet."""
+    held = select(validations.c.id, validations.c.attempt).where(
+        validations.c.cluster == cluster, validations.c.state.in_(LEASED)
+    )
+    return frozenset((row.id, row.attempt) for row in (await connection.execute(held)).all())
 
 
 async def _fail_waiting(connection: Connection, validation_id: str, detail: FailureDetail) -> bool:
