@@ -14,6 +14,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, NullPool, create_engine, text
 
 from service.domain.errors import NewerSchemaError
+from service.storage.migration import newer_schema
 from service.storage.session import sqlalchemy_url
 from service.storage.tables import metadata
 
@@ -31,11 +32,7 @@ def _url() -> str:
 def _refuse_newer(connection: Connection) -> None:
     known = {script.revision for script in context.script.walk_revisions()}
     if unknown := set(MigrationContext.configure(connection).get_current_heads()) - known:
-        raise NewerSchemaError(
-            f"the database's schema is at revision {', '.join(sorted(unknown))}, which this version does not know; it "
-            f"knows up to {context.script.get_current_head()}. A newer version migrated it: run that version, or "
-            "downgrade the database with it"
-        )
+        raise NewerSchemaError(newer_schema(unknown, context.script.get_current_head()))
 
 
 def _is_ours(name: str | None, kind: str, parents: object) -> bool:

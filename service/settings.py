@@ -107,6 +107,9 @@ class Settings(BaseSettings):
     gpu_gang_idle_s: float = Field(default=30.0, ge=0)
     lease_s: float = Field(default=15.0, ge=1)
     """How long a validation stays with a dispatcher that says nothing."""
+    queue_wait_s: float = Field(default=43200.0, gt=0)
+    """How long a validation waits at most until a dispatcher takes it up. Half a day is more than a full queue takes:
+    1000 validations, 4 at once, two minutes each."""
     poll_s: float = Field(default=1.0, gt=0)
     """The queue is polled this often; notifications only make it faster."""
     max_parallel: int = Field(default=4, ge=1)

@@ -170,7 +170,8 @@ class AttemptDocument(Document):
     reserved_at: datetime | None
     ended_at: datetime | None
     """When its end was stored, or its lease was taken away; null while it is held."""
-    outcome: Literal["requeued", "completed", "failed", "cancelled"] | None
+    outcome: Literal["requeued", "handed_back", "completed", "failed", "cancelled"] | None
+    """`requeued`: lost, which may happen three times; `handed_back`: its dispatcher stopped in good order."""
 
 
 class DetailedValidation(ValidationDocument):

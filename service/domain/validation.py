@@ -17,7 +17,8 @@ from service.domain.ids import sortable_id
 from workers.contract import CollectiveSummary, Observation, Reason, TrialSummary, Verdict
 
 MAX_ATTEMPTS = 3
-"""How often a validation is started at most; each start that loses its dispatcher uses one."""
+"""How many attempts a validation may lose, with their dispatcher or driver; the last of them fails it. A dispatcher
+that stops in good order hands its attempts back, and that costs none."""
 
 ID_PREFIX = "val_"
 
@@ -57,12 +58,24 @@ class EventType(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Outcome(StrEnum):
+    """How an attempt ended, in the ledger."""
+
+    REQUEUED = "requeued"
+    """It was lost."""
+    HANDED_BACK = "handed_back"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
 TERMINAL = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
 LEASED = frozenset({State.STARTING, State.RUNNING})
 """States in which a dispatcher holds the validation."""
 
 LEGAL_MOVES: Mapping[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.STARTING, State.CANCELLED}),
+    # queued fails when nobody took it up for too long.
+    State.QUEUED: frozenset({State.STARTING, State.FAILED, State.CANCELLED}),
     # starting and running go back to queued when a lost attempt is taken over.
     State.STARTING: frozenset({State.RUNNING, State.QUEUED, State.FAILED, State.CANCELLED}),
     State.RUNNING: frozenset({State.COMPLETED, State.QUEUED, State.FAILED, State.CANCELLED}),

@@ -24,6 +24,7 @@ from service.execution.messages import (
     Finished,
     Formed,
     FromDriver,
+    LeftBehind,
     NodeCapacity,
     Progress,
     Repeated,
@@ -34,7 +35,7 @@ from service.execution.messages import (
 from service.execution.outbox import GangFailure
 from service.execution.placement import choose_device, shortfall
 from service.execution.pool import Pool
-from service.execution.ray_train import TrainGang, TrainSite
+from service.execution.ray_train import WIND_DOWN_S, TrainGang, TrainSite
 from service.execution.repeat import (
     NO_PERMUTATION_BY_TRAIN,
     Failure,
@@ -44,6 +45,8 @@ from service.execution.repeat import (
     run_elsewhere,
     seats_of,
 )
+from service.execution.sweep import group_name
+from service.execution.teardown import TEARDOWN_LIMIT_S, bounded
 from workers.contract import Device, Launcher, StepReport, TrialSpec
 from workers.plan import trials
 
@@ -155,19 +158,20 @@ class Attempt:
             return await run_elsewhere(gang, names, failure, seats)
 
     async def _finish(self, repeated: Repeated | None) -> None:
-        if self._moved:
-            await self._part()
-        gang, self._gang = self._gang, None
-        if isinstance(gang, Gang):
+        gang = self._gang
+        if isinstance(gang, Gang) and not self._moved:
+            self._gang = None
             self._work.pool.give_back(gang)
-        elif gang is not None:
-            await gang.wind_down()
+        # Before anything is torn down: a teardown that hangs, or a driver that dies in it, must not lose a result.
         self._work.send(Finished(self._start.key, self._take_reports(), repeated))
+        # Ranks in other seats are of no use to anybody else, nor are Ray Train's.
+        leak = await (self._wind_down(gang) if isinstance(gang, TrainGang) else self._kill())
+        if leak is not None:
+            self._work.send(LeftBehind(self._start.key, leak))
 
-    async def _part(self) -> None:
-        """The ranks in other seats are of no use to anybody else."""
-        if (leak := await self._kill()) is not None:
-            _log.warning("a repeat's gang did not go away", extra={"leak": leak})
+    async def _wind_down(self, gang: TrainGang) -> str | None:
+        self._gang = None
+        return await bounded(gang.wind_down(), TEARDOWN_LIMIT_S + WIND_DOWN_S)
 
     async def _cancelled(self) -> None:
         self._work.send(Cancelled(self._start.key, await self._kill()))
@@ -188,8 +192,8 @@ class Attempt:
     async def _form_by_pool(self, shape: GangShape, nodes: tuple[NodeCapacity, ...]) -> Gang:
         key = self._start.key
         if key.attempt > 1:  # whoever held the attempt before may have left its resources reserved
-            await asyncio.to_thread(remove_group, _group_name(key.validation_id, key.attempt - 1))
-        held = await self._work.pool.acquire(_group_name(key.validation_id, key.attempt), shape, nodes)
+            await asyncio.to_thread(remove_group, group_name(key.validation_id, key.attempt - 1))
+        held = await self._work.pool.acquire(group_name(key.validation_id, key.attempt), shape, nodes)
         names = {node.node_id: node.name for node in nodes}
         if isinstance(held, Gang):
             self._gang = held
@@ -248,7 +252,7 @@ class Attempt:
 
     async def _kill(self) -> str | None:
         gang, self._gang = self._gang, None
-        return None if gang is None else await gang.kill()
+        return None if gang is None else await bounded(gang.kill(), TEARDOWN_LIMIT_S)
 
     async def _fail_overdue(self) -> None:
         if (detail := self._never_reserved()) is None:
@@ -278,7 +282,3 @@ class Attempt:
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s
-
-
-def _group_name(validation_id: str, attempt: int) -> str:
-    return f"gradgate:{validation_id}:{attempt}"

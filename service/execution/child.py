@@ -8,13 +8,33 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from service.execution.messages import STOP_TIMEOUT_S, DriverConfig, FromDriver, Stop, ToDriver
+from service.settings import Settings
 
 JOIN_TIMEOUT_S = STOP_TIMEOUT_S + 2.0
+MAX_LOCAL_RAY_DIR = 40
+"""Longest folder under which Ray's socket paths still fit into the 107 characters that Linux allows."""
+
+
+def driver_config(settings: Settings) -> DriverConfig:
+    """What of the settings the driver child needs."""
+    ray_dir = str(settings.home / "ray")
+    return DriverConfig(
+        cluster=settings.cluster,
+        ray_address=settings.ray_address,
+        local_num_cpus=settings.local_ray_cpus,
+        local_ray_dir=ray_dir if len(ray_dir) <= MAX_LOCAL_RAY_DIR else None,
+        node_label=settings.node_label,
+        storage_path=str(Path(settings.home) / "ray-train"),
+        pool_max_gangs=settings.pool_max_gangs,
+        gang_idle_s=settings.gang_idle_s,
+        gpu_gang_idle_s=settings.gpu_gang_idle_s,
+        stacks=settings.stacks,
+    )
 
 
 def drive(connection: Connection[FromDriver, ToDriver], config: DriverConfig) -> None:
@@ -36,7 +56,6 @@ class DriverChild:
         self._process.start()
         theirs.close()
         self._on_message = on_message
-        self._heard_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
         """Set when the child's end of the pipe is closed, that is, when it is dead or dying."""
@@ -46,11 +65,6 @@ class DriverChild:
     def pid(self) -> int | None:
         """Its process id."""
         return self._process.pid
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since its last message."""
-        return time.monotonic() - self._heard_s
 
     def send(self, message: ToDriver) -> None:
         """Give an order. A child that is gone loses it; `ended` tells."""
@@ -65,20 +79,23 @@ class DriverChild:
         await asyncio.to_thread(self._process.join, JOIN_TIMEOUT_S)
         await self.kill()
 
-    async def kill(self) -> None:
-        """End it now. Its gangs die with it: Ray removes what a dead driver owned."""
+    def strike(self) -> None:
+        """End it now; `ended` follows. Its gangs die with it: Ray removes what a dead driver owned."""
         self._process.kill()
+
+    async def kill(self) -> None:
+        """End it now, and wait until it is gone."""
+        self.strike()
         await asyncio.to_thread(self._process.join)
 
     def _read(self, connection: Connection[ToDriver, FromDriver]) -> None:
         try:
             while True:
-                self._loop.call_soon_threadsafe(self._hear, connection.recv())
+                self._loop.call_soon_threadsafe(self._on_message, connection.recv())
         except (EOFError, OSError):
             self._loop.call_soon_threadsafe(self.ended.set)
         except RuntimeError:
             pass  # the event loop closed before the child did
 
     def _hear(self, message: FromDriver) -> None:
-        self._heard_s = time.monotonic()
         self._on_message(message)

@@ -8,10 +8,12 @@ import asyncio
 import signal
 
 from service.execution.housekeeping import keep_house
-from service.execution.leadership import lead
+from service.execution.leadership import Leadership, lead
 from service.execution.measures import Measures
+from service.execution.patience import patience
 from service.execution.supervisor import Supervisor
 from service.settings import Settings
+from service.storage import migration
 from service.storage.events import EventHub
 from service.storage.session import Database
 from service.telemetry import configure_logging
@@ -54,8 +56,7 @@ async def dispatch(settings: Settings, stopping: asyncio.Event) -> None:
 async def _stand_by_and_lead(
     settings: Settings, database: Database, hub: EventHub, stopping: asyncio.Event, measures: Measures
 ) -> None:
-    assert settings.session_url is not None
-    waiting = asyncio.create_task(lead(settings.session_url, settings.cluster, settings.poll_s))
+    waiting = asyncio.create_task(_lead(settings, database))
     await first_of(waiting, asyncio.create_task(stopping.wait()))
     if not waiting.done():
         waiting.cancel()
@@ -71,6 +72,21 @@ async def _stand_by_and_lead(
         house.cancel()
         await asyncio.wait([house])
         await leadership.close()
+
+
+async def _lead(settings: Settings, database: Database) -> Leadership:
+    """Wait for the lead. Raises NewerSchemaError: between standing by and leading somebody may have migrated."""
+    assert settings.session_url is not None
+    # Two thirds of a lease: a standby must have the lead before it may take over what a silent leader held.
+    leadership = await lead(settings.session_url, settings.cluster, settings.poll_s, settings.lease_s * 2 / 3)
+    try:
+        with patience("read the schema's revision"):
+            async with database.read() as connection:
+                await migration.refuse_newer(connection)
+    except BaseException:
+        await leadership.close()
+        raise
+    return leadership
 
 
 async def first_of(*tasks: asyncio.Task[object]) -> None:

@@ -22,6 +22,7 @@ from service.execution.beacon import BeaconServer
 from service.execution.cluster import connect, read_nodes, to_ship
 from service.execution.messages import (
     STOP_TIMEOUT_S,
+    Alive,
     Cancel,
     Capacity,
     DriverConfig,
@@ -30,11 +31,14 @@ from service.execution.messages import (
     Ready,
     Start,
     Stop,
+    Sweep,
     ToDriver,
     WorkKey,
 )
 from service.execution.pool import Pool
 from service.execution.ray_train import TrainSite
+from service.execution.sweep import remove_strangers
+from service.keeper import PR_SET_PDEATHSIG, set_process_option
 from service.telemetry import configure_logging
 
 _log = logging.getLogger("gradgate.driver")
@@ -45,6 +49,8 @@ def main(connection: Connection[FromDriver, ToDriver], config: DriverConfig) -> 
     configure_logging()
     # A Ctrl-C reaches the whole process group; the supervisor decides what it means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Killed with the supervisor: a driver that is stopped would never read the pipe's end.
+    set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
     connect(config)
     try:
         asyncio.run(Driver(connection, config).serve())
@@ -64,6 +70,7 @@ class Driver:
         self._beacons = BeaconServer(ray.util.get_node_ip_address(), config.dead_man_s)
         self._nodes: tuple[NodeCapacity, ...] = ()
         self._attempts: dict[WorkKey, asyncio.Task[None]] = {}
+        self._sweeping: asyncio.Task[None] | None = None
         self._inbox: asyncio.Queue[ToDriver] = asyncio.Queue()
         self._workplace = Workplace(
             self._pool, self._beacons, lambda: self._nodes, self._read_nodes, self._send, self._train_site()
@@ -77,10 +84,11 @@ class Driver:
         await self._beacons.open()
         self._observe()
         self._send(Ready(ray.__version__, os.getpid()))
-        watcher = asyncio.create_task(self._watch_cluster())
+        loops = [asyncio.create_task(self._watch_cluster()), asyncio.create_task(self._beat())]
         while not isinstance(message := await self._inbox.get(), Stop):
             self._obey(message)
-        watcher.cancel()
+        for each in loops:
+            each.cancel()
         await self._stop()
 
     def _train_site(self) -> TrainSite:
@@ -88,13 +96,25 @@ class Driver:
         runtime_env = to_ship(self._config) if self._config.ray_address is not None else None
         return TrainSite(address, self._config.cluster, runtime_env, self._config.storage_path)
 
-    def _obey(self, message: Start | Cancel) -> None:
+    def _obey(self, message: Start | Cancel | Sweep) -> None:
         if isinstance(message, Start):
             task = asyncio.create_task(Attempt(message, self._workplace).run())
             self._attempts[message.key] = task
             task.add_done_callback(lambda _: self._attempts.pop(message.key, None))
+        elif isinstance(message, Sweep):
+            if self._sweeping is None or self._sweeping.done():
+                self._sweeping = asyncio.create_task(self._sweep(message))
         elif (running := self._attempts.get(message.key)) is not None:
             running.cancel()
+
+    async def _sweep(self, message: Sweep) -> None:
+        try:
+            removed = await asyncio.to_thread(remove_strangers, message.held)
+        except Exception as error:
+            _log.warning("cannot look for what other drivers left", extra={"reason": str(error)})
+            return
+        if removed:
+            _log.warning("removed what another driver had left reserved", extra={"groups": removed})
 
     async def _stop(self) -> None:
         running = list(self._attempts.values())
@@ -118,6 +138,11 @@ class Driver:
             self._connection.send(message)
         except OSError:
             _log.warning("the supervisor is gone; a message is lost", extra={"kind": type(message).__name__})
+
+    async def _beat(self) -> None:
+        while True:
+            self._send(Alive())
+            await asyncio.sleep(self._config.alive_interval_s)
 
     async def _watch_cluster(self) -> None:
         while True:

@@ -1,9 +1,10 @@
 """One dispatcher leads a cluster; the others wait. A Postgres advisory lock on a connection of its own decides.
 
-The lock ends with the connection, so a dead leader never blocks its successor. A leader whose connection broke takes
-the lock again and goes on, however long the database is away: what its gangs found must not be lost with it. Two
-leaders for a moment (a connection that broke unnoticed) are harmless: claims skip locked rows and every write is
-fenced by attempt.
+The lock ends with the connection, so a dead leader never blocks its successor. Nor does one that lives and says nothing
+(stopped, or stuck): the server ends a session that was idle for too long. A leader whose connection broke takes the
+lock again and goes on, however long the database is away: what its gangs found must not be lost with it. Two leaders
+for a moment (a connection that broke unnoticed) are harmless: claims skip locked rows and every write is fenced by
+attempt.
 """
 
 from __future__ import annotations
@@ -33,12 +34,18 @@ class Leadership:
     """Held until `lost` is set or `close` is called."""
 
     def __init__(
-        self, connection: psycopg.AsyncConnection[Any], database_url: str, cluster: str, check_s: float
+        self,
+        connection: psycopg.AsyncConnection[Any],
+        database_url: str,
+        cluster: str,
+        check_s: float,
+        silence_s: float,
     ) -> None:
         self.lost = asyncio.Event()
         self._database_url = database_url
         self._cluster = cluster
         self._connection = connection
+        self._silence_s = silence_s
         self._watch = asyncio.create_task(self._check(check_s))
 
     async def close(self) -> None:
@@ -65,7 +72,7 @@ class Leadership:
         refused_since_s: float | None = None
         while refused_since_s is None or time.monotonic() - refused_since_s < _REFUSED_S:
             try:
-                if (connection := await _try_lock(self._database_url, self._cluster)) is not None:
+                if (connection := await _try_lock(self._database_url, self._cluster, self._silence_s)) is not None:
                     self._connection = connection
                     _log.info("leading again", extra={"cluster": self._cluster})
                     return True
@@ -76,14 +83,15 @@ class Leadership:
         return False
 
 
-async def lead(database_url: str, cluster: str, poll_s: float) -> Leadership:
-    """Wait until this process leads the cluster."""
+async def lead(database_url: str, cluster: str, poll_s: float, silence_s: float = 10.0) -> Leadership:
+    """Wait until this process leads the cluster; it loses the lead when it says nothing for `silence_s`."""
+    silence_s = max(silence_s, 3 * poll_s)
     standing_by = False
     while True:
         try:
-            if (connection := await _try_lock(database_url, cluster)) is not None:
+            if (connection := await _try_lock(database_url, cluster, silence_s)) is not None:
                 _log.info("leading", extra={"cluster": cluster})
-                return Leadership(connection, database_url, cluster, poll_s)
+                return Leadership(connection, database_url, cluster, poll_s, silence_s)
             if not standing_by:
                 _log.info("standing by: another dispatcher leads", extra={"cluster": cluster})
                 standing_by = True
@@ -92,10 +100,11 @@ async def lead(database_url: str, cluster: str, poll_s: float) -> Leadership:
         await asyncio.sleep(poll_s)
 
 
-async def _try_lock(database_url: str, cluster: str) -> psycopg.AsyncConnection[Any] | None:
+async def _try_lock(database_url: str, cluster: str, silence_s: float) -> psycopg.AsyncConnection[Any] | None:
     connection = await psycopg.AsyncConnection[Any].connect(
         conninfo(database_url), autocommit=True, connect_timeout=10, application_name="gradgate leader"
     )
+    await connection.execute("SELECT set_config('idle_session_timeout', %s, false)", [f"{round(silence_s * 1000)}ms"])
     cursor = await connection.execute("SELECT pg_try_advisory_lock(%s::bigint)", [lock_key(cluster)])
     row = await cursor.fetchone()
     if row is not None and row[0]:

@@ -45,6 +45,11 @@ class Measures:
         self.driver_deaths = Counter(
             "gradgate_driver_deaths_total", "Driver processes that died or hung.", registry=self.registry
         )
+        self.leaks = Counter(
+            "gradgate_leaks_total",
+            "Gangs that did not go away within their teardown's bound.",
+            registry=self.registry,
+        )
         self._attempts = Counter(
             "gradgate_attempts_total",
             "Attempts written down, by how they ended and, where completed, their verdict.",

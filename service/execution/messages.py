@@ -64,6 +64,7 @@ class DriverConfig:
     stacks: str = ""
     """`GRADGATE_STACKS` as the ranks get it."""
     snapshot_interval_s: float = 5.0
+    alive_interval_s: float = 1.0
     dead_man_s: float = 30.0
 
 
@@ -89,11 +90,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Sweep:
+    """Remove what other drivers of this cluster left behind, but for these attempts, which somebody still holds."""
+
+    held: frozenset[WorkKey]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End: kill every gang, leave Ray, exit."""
 
 
-ToDriver = Start | Cancel | Stop
+ToDriver = Start | Cancel | Sweep | Stop
 
 
 # Driver to supervisor.
@@ -108,8 +116,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """The driver's event loop turns. Says nothing of Ray: `Capacity` does."""
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the cluster has in total now; also the driver's sign of life."""
+    """What the cluster has in total now; also the sign that Ray answers."""
 
     nodes: tuple[NodeCapacity, ...]
     num_idle_gangs: int = 0
@@ -175,11 +188,22 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Every rank has said everything. Its last reports ride along, and of a failed run what it followed."""
+    """Every rank has said everything. Its last reports ride along, and of a failed run what it followed.
+
+    Said before anything is torn down, so that a teardown that hangs cannot lose it.
+    """
 
     key: WorkKey
     reports: tuple[StepReport, ...]
     repeated: Repeated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What did not go away after an attempt's last word, in words."""
+
+    key: WorkKey
+    leak: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +224,6 @@ class Cancelled:
     leak: str | None = None
 
 
-FromDriver = Ready | Capacity | Reserved | Formed | Progress | Repeating | Finished | Failed | Cancelled
+FromDriver = (
+    Ready | Alive | Capacity | Reserved | Formed | Progress | Repeating | Finished | LeftBehind | Failed | Cancelled
+)

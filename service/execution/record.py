@@ -16,7 +16,7 @@ from typing import Any
 
 from service import telemetry
 from service.domain.cause import Attribution, unknown
-from service.domain.validation import MAX_ATTEMPTS, EventType, FailureDetail
+from service.domain.validation import EventType, FailureDetail
 from service.execution.chronicle import Chronicle, Entry, cause_reason, told_repeated, told_repeating
 from service.execution.measures import PHASES, Measures
 from service.execution.messages import (
@@ -31,7 +31,7 @@ from service.execution.messages import (
     Start,
     WorkKey,
 )
-from service.storage import ledger, queue
+from service.storage import ledger, queue, reaping
 from service.storage.events import append_many
 from service.storage.ledger import Turn
 from service.storage.session import DATABASE_AWAY, Connection, Database
@@ -50,6 +50,8 @@ class Requeue:
     """The supervisor's own final word: nobody works on this attempt any more."""
 
     message: str
+    lost: bool = True
+    """False: handed back in good order, which uses up nothing."""
 
 
 Message = Reserved | Formed | Progress | Repeating | Finished | Failed | Cancelled | Requeue
@@ -78,6 +80,9 @@ class Record:
         """The attempt is somebody else's by now; nothing of it was or will be written."""
         self.ending = False
         """The last words are being written; after that nobody holds a lease."""
+        self.heard_final = False
+        self.alarm: asyncio.TimerHandle | None = None
+        """Rings when the driver does not end the attempt."""
         self._database = database
         self._measures = measures
         self._traceparent = traceparent
@@ -102,7 +107,13 @@ class Record:
         self._repeating = self._repeating or isinstance(message, Repeating)
         if self._repeating and isinstance(message, Failed | Cancelled | Requeue):
             message = Finished(self.key, (), Repeated(unknown(_interrupted(message))))
+        self.heard_final = self.heard_final or isinstance(message, Final)
         self._inbox.put_nowait(message)
+
+    def stop_alarm(self) -> None:
+        """The attempt has come to its end."""
+        if self.alarm is not None:
+            self.alarm.cancel()
 
     async def run(self) -> None:
         """Write until the final message is stored, or until the attempt is lost."""
@@ -123,6 +134,8 @@ class Record:
         outcome = "completed" if isinstance(end, Judgement) else type(end).__name__.lower()
         verdict = end.verdict.value if isinstance(end, Judgement) else None
         self._measures.ended(outcome, verdict, self._timings)
+        if isinstance(end, Failed | Cancelled) and end.leak is not None:
+            self._measures.leaks.inc()
         phases = {phase: self._timings[key] for phase, key in PHASES.items() if key in self._timings}
         attributes: dict[str, str | int] = {
             "gradgate.validation_id": self.key.validation_id,
@@ -264,17 +277,16 @@ class Record:
         if isinstance(end, Cancelled):
             return await queue.cancel(connection, validation_id, attempt, end.leak)
         if isinstance(end, Requeue):
-            return await self._requeue(connection, end.message)
+            return await self._requeue(connection, end)
         return True
 
-    async def _requeue(self, connection: Connection, message: str) -> bool:
+    async def _requeue(self, connection: Connection, end: Requeue) -> bool:
         validation_id, attempt = self.key.validation_id, self.key.attempt
         if self.cancel_requested:
-            return await queue.cancel(connection, validation_id, attempt, f"{message}; its ranks end by themselves")
-        if attempt >= MAX_ATTEMPTS:
-            detail = FailureDetail("attempts_exhausted", f"{message}, in attempt {attempt} of {MAX_ATTEMPTS}")
-            return await queue.fail(connection, validation_id, attempt, detail)
-        return await queue.release(connection, validation_id, attempt, message)
+            return await queue.cancel(connection, validation_id, attempt, f"{end.message}; its ranks end by themselves")
+        if end.lost:
+            return await reaping.lose(connection, validation_id, attempt, end.message)
+        return await queue.release(connection, validation_id, attempt, end.message)
 
 
 def _with_leak(detail: FailureDetail, leak: str) -> FailureDetail:

@@ -10,61 +10,50 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine
 from datetime import UTC, datetime
-from pathlib import Path
 
 from service.domain.validation import FailureDetail
-from service.execution.child import DriverChild
+from service.execution.child import DriverChild, driver_config
 from service.execution.measures import Measures
 from service.execution.messages import (
+    Alive,
     Cancel,
     Cancelled,
     Capacity,
-    DriverConfig,
     Failed,
     FromDriver,
+    LeftBehind,
     Ready,
+    Sweep,
     ToDriver,
     WorkKey,
 )
 from service.execution.order import to_start
+from service.execution.patience import patience
 from service.execution.record import Record, Requeue
+from service.execution.silence import Silence
 from service.settings import Settings
-from service.storage import queue
+from service.storage import queue, reaping
 from service.storage.capacity import CapacitySnapshot, store_snapshot
 from service.storage.events import EventHub, Subscription
-from service.storage.session import DATABASE_AWAY, Database
+from service.storage.session import Database
 from workers.encoding import plain
 from workers.errors import UnknownStackError
 from workers.stacks.registry import known_stacks, unknown_stack
 
-DRIVER_SILENCE_S = 90.0
-"""A driver that reports no capacity for this long hangs. Ray itself ends one that lost its cluster after 60 s."""
+DRIVER_SILENCE_S = 20.0
+"""A driver whose event loop does not turn for this long hangs: stopped, or stuck in a call."""
+CLUSTER_SILENCE_S = 90.0
+"""Nor is one of use that cannot read its cluster for this long. Ray itself ends one that lost it after 60 s."""
 STARTUP_SILENCE_S = 180.0
+OVERDUE_S = 60.0
+"""How long after an attempt's deadline its driver may take for its last words; teardowns are bounded far below."""
+_TICK_S = 1.0
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 15.0)
 RECORD_TIMEOUT_S = 5.0
 """How long stopping waits for the database to take the last words."""
-MAX_LOCAL_RAY_DIR = 40
-"""Longest folder under which Ray's socket paths still fit into the 107 characters that Linux allows."""
 _log = logging.getLogger("gradgate.dispatcher")
-
-
-def driver_config(settings: Settings) -> DriverConfig:
-    """What of the settings the driver child needs."""
-    ray_dir = str(settings.home / "ray")
-    return DriverConfig(
-        cluster=settings.cluster,
-        ray_address=settings.ray_address,
-        local_num_cpus=settings.local_ray_cpus,
-        local_ray_dir=ray_dir if len(ray_dir) <= MAX_LOCAL_RAY_DIR else None,
-        node_label=settings.node_label,
-        storage_path=str(Path(settings.home) / "ray-train"),
-        pool_max_gangs=settings.pool_max_gangs,
-        gang_idle_s=settings.gang_idle_s,
-        gpu_gang_idle_s=settings.gpu_gang_idle_s,
-        stacks=settings.stacks,
-    )
 
 
 class Supervisor:
@@ -81,6 +70,8 @@ class Supervisor:
         self._background: set[asyncio.Task[None]] = set()
         self._child: DriverChild | None = None
         self._driver_ready = False
+        self._driver_silence = Silence()
+        self._cluster_silence = Silence()
         self._news = Subscription()
         self._stacks = known_stacks(settings.stacks)
 
@@ -101,7 +92,7 @@ class Supervisor:
 
     async def _claim_loop(self) -> None:
         while True:
-            with _patience("claim"):
+            with patience("claim"):
                 await self._claim()
                 if self._records:
                     await self._renew()  # the notification may have been a wish to cancel
@@ -141,7 +132,21 @@ class Supervisor:
             record.hear(Failed(key, FailureDetail(UnknownStackError.code, message)))
             return
         record.begin(start)
+        overdue_s = start.remaining_s + OVERDUE_S
+        record.alarm = asyncio.get_running_loop().call_later(overdue_s, self._break_off, record, start.remaining_s)
         self._order(start)
+
+    def _break_off(self, record: Record, deadline_s: float) -> None:
+        """End an attempt whose driver does not, and that driver with it: nobody knows what it still holds."""
+        if record.heard_final or self._child is None:
+            return
+        message = (
+            f"not finished when deadline_s={deadline_s:g} ran out, and the driver process had not ended it "
+            f"{OVERDUE_S:g} s later; that process was replaced: validate again, and look at the dispatcher's log"
+        )
+        _log.error("the driver does not end an attempt", extra={"pid": self._child.pid, "attempt": str(record.key)})
+        record.hear(Failed(record.key, FailureDetail("deadline_exceeded", message)))
+        self._child.strike()
 
     async def _keep(self, record: Record) -> None:
         key = record.key
@@ -152,6 +157,7 @@ class Supervisor:
             record.lost = True
             await self._give_up(key, error)
         finally:
+            record.stop_alarm()
             self._records.pop(key, None)
             self._tasks.pop(key, None)
             self._news.wake()
@@ -162,7 +168,7 @@ class Supervisor:
 
     async def _give_up(self, key: WorkKey, error: Exception) -> None:
         detail = FailureDetail("not_stored", f"the result could not be stored: {error!r}"[:2000])
-        with _patience("fail an attempt"):
+        with patience("fail an attempt"):
             async with self._database.transaction() as connection:
                 await queue.fail(connection, key.validation_id, key.attempt, detail)
 
@@ -170,18 +176,35 @@ class Supervisor:
         answering_since_s: float | None = None
         while True:
             answered = False
-            with _patience("renew leases"):
+            with patience("renew leases"):
                 await self._renew()
                 answered = True
                 answering_since_s = answering_since_s or time.monotonic()
                 # Leases lapse while the database is away. Whoever held them renews first, another dispatcher too.
                 if time.monotonic() - answering_since_s >= self._settings.lease_s / 2:
-                    async with self._database.transaction() as connection:
-                        lapsed = await queue.requeue_expired(connection, cluster=self._settings.cluster)
-                    self._measures.leases_lapsed.inc(len(lapsed))
+                    await self._reap()
             if not answered:
                 answering_since_s = None
             await asyncio.sleep(self._settings.lease_s / 3)
+
+    async def _reap(self) -> None:
+        """Take over what silent dispatchers held, and fail what waited too long."""
+        settings = self._settings
+        async with self._database.transaction() as connection:
+            lapsed = await reaping.requeue_expired(connection, cluster=settings.cluster)
+            expired = await reaping.expire_waiting(connection, cluster=settings.cluster, wait_s=settings.queue_wait_s)
+        self._measures.leases_lapsed.inc(len(lapsed))
+        await self._sweep()
+        if expired:
+            _log.warning("validations waited too long in the queue", extra={"ids": expired[:20], "num": len(expired)})
+
+    async def _sweep(self) -> None:
+        """Let the driver remove what others left on the cluster, once it is known who holds what."""
+        with patience("see who holds what"):
+            async with self._database.read() as connection:
+                held = await reaping.held_now(connection, self._settings.cluster)
+            if self._driver_ready:
+                self._order(Sweep(frozenset(WorkKey(*attempt) for attempt in held)))
 
     async def _renew(self) -> None:
         settings = self._settings
@@ -191,6 +214,8 @@ class Supervisor:
                 connection, dispatcher_id=settings.dispatcher_id, held=list(held), lease_s=settings.lease_s
             )
         for pair, record in held.items():
+            if record.key not in self._tasks:  # it ended, or learnt of its loss, while this asked
+                continue
             if pair not in found.still_held and not record.ending:
                 record.lost = True
                 self._tasks[record.key].cancel()
@@ -203,42 +228,54 @@ class Supervisor:
         while True:
             await asyncio.sleep(RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)])
             began_s = time.monotonic()
+            self._driver_silence, self._cluster_silence = Silence(), Silence()
             child = self._child = DriverChild(driver_config(self._settings), self._hear)
-            await self._until_dead(child)
+            how = await self._until_dead(child)
             self._driver_ready = False
             await child.kill()
             for record in list(self._records.values()):
-                record.hear(Requeue("the driver process died"))
+                record.hear(Requeue(f"the driver process {how}"))
             self._measures.driver_deaths.inc()
             num_failures = 0 if time.monotonic() - began_s > 60 else num_failures + 1
-            _log.warning(
-                "the driver process died, starting another", extra={"pid": child.pid, "in_a_row": num_failures}
-            )
+            extra = {"pid": child.pid, "how": how, "in_a_row": num_failures}
+            _log.warning("the driver process is gone, starting another", extra=extra)
 
-    async def _until_dead(self, child: DriverChild) -> None:
+    async def _until_dead(self, child: DriverChild) -> str:
+        """Wait until the child is of no use any more; says how it came to that."""
         while not child.ended.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5.0):
+                async with asyncio.timeout(_TICK_S):
                     await child.ended.wait()
-            if child.silent_s > (DRIVER_SILENCE_S if self._driver_ready else STARTUP_SILENCE_S):
-                _log.error("the driver process hangs", extra={"pid": child.pid, "silent_s": round(child.silent_s)})
-                return
+            silent_s, blind_s = self._driver_silence.grow(_TICK_S), self._cluster_silence.grow(_TICK_S)
+            if silent_s > (DRIVER_SILENCE_S if self._driver_ready else STARTUP_SILENCE_S):
+                return f"said nothing for {silent_s:g} s and was killed"
+            if self._driver_ready and blind_s > CLUSTER_SILENCE_S:
+                return f"could not read its cluster for {blind_s:g} s and was killed"
+        return "died"
 
     def _order(self, message: ToDriver) -> None:
         if self._child is not None:
             self._child.send(message)
 
     def _hear(self, message: FromDriver) -> None:
+        self._driver_silence.end()
+        if isinstance(message, Alive):
+            return
         if isinstance(message, Ready):
             self._driver_ready = True
             _log.info("the driver is ready", extra={"ray": message.ray_version, "pid": message.pid})
             self._news.wake()
+            self._spawn(self._sweep())
         elif isinstance(message, Capacity):
+            self._cluster_silence.end()
             self._measures.gangs_idle.set(message.num_idle_gangs)
             self._spawn(self._store_capacity(message))
+        elif isinstance(message, LeftBehind):
+            self._measures.leaks.inc()
+            _log.error("a gang did not go away", extra={"attempt": str(message.key), "leak": message.leak})
         elif (record := self._records.get(message.key)) is not None:
             if isinstance(message, Cancelled) and not record.cancel_requested:
-                record.hear(Requeue("the dispatcher stopped"))
+                record.hear(Requeue("the dispatcher stopped", lost=False))
             else:
                 record.hear(message)
 
@@ -252,7 +289,7 @@ class Supervisor:
             nodes=plain(message.nodes),
             stacks=self._stacks,
         )
-        with _patience("store a capacity snapshot"):
+        with patience("store a capacity snapshot"):
             async with self._database.transaction() as connection:
                 await store_snapshot(connection, snapshot.cluster, self._settings.dispatcher_id, snapshot)
 
@@ -267,17 +304,8 @@ class Supervisor:
             await self._child.stop()
         await asyncio.sleep(0)  # the driver's last messages
         for record in list(self._records.values()):
-            record.hear(Requeue("the dispatcher stopped"))
+            record.hear(Requeue("the dispatcher stopped", lost=False))
         if tasks := [*self._tasks.values(), *self._background]:
             _, late = await asyncio.wait(tasks, timeout=RECORD_TIMEOUT_S)
             for task in late:  # the lease will lapse, and another dispatcher takes over
                 task.cancel()
-
-
-@contextlib.contextmanager
-def _patience(what: str) -> Iterator[None]:
-    """A database that is away is waited for, not died of."""
-    try:
-        yield
-    except DATABASE_AWAY as error:
-        _log.warning("the database is away", extra={"could_not": what, "reason": str(error)})

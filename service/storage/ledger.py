@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import and_, func, or_, select, update
 
-from service.domain.validation import EventType
+from service.domain.validation import Outcome
 from service.storage.session import Connection
 from service.storage.tables import attempts, validations
 
@@ -46,7 +46,7 @@ class Tenure:
     reserved_at: datetime | None
     ended_at: datetime | None
     outcome: str | None
-    """`requeued`, or the validation's final state."""
+    """`requeued` (lost), `handed_back`, or the validation's final state."""
 
 
 async def open_entries(connection: Connection, claimed: Sequence[Mapping[str, Any]]) -> None:
@@ -89,7 +89,7 @@ async def reserve(connection: Connection, validation_id: str, attempt: int, node
     return (await connection.execute(entered)).rowcount == 1
 
 
-async def close_entry(connection: Connection, validation_id: str, outcome: EventType) -> None:
+async def close_entry(connection: Connection, validation_id: str, outcome: Outcome) -> None:
     """End what of a validation is open; nothing where it only waited."""
     ended = (
         update(attempts)

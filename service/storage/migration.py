@@ -6,6 +6,7 @@ Synchronous, for a command or a start-up step; an API process only asks `is_curr
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection as SyncConnection
 
+from service.domain.errors import NewerSchemaError
 from service.storage import partitions
 from service.storage.session import DATABASE_AWAY, Connection
 
@@ -39,6 +41,21 @@ def downgrade(url: str, revision: str) -> None:
 async def is_current(connection: Connection) -> bool:
     """Whether the database has exactly the tables that this version expects."""
     return await connection.run_sync(_revisions) == {head()}
+
+
+async def refuse_newer(connection: Connection) -> None:
+    """Raise NewerSchemaError where a newer version has migrated the database."""
+    known = {script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions()}
+    if unknown := await connection.run_sync(_revisions) - known:
+        raise NewerSchemaError(newer_schema(unknown, head()))
+
+
+def newer_schema(unknown: Iterable[str], newest: str | None) -> str:
+    """What to say of a database at revisions that this version does not know."""
+    return (
+        f"the database's schema is at revision {', '.join(sorted(unknown))}, which this version does not know; it "
+        f"knows up to {newest}. A newer version migrated it: run that version, or downgrade the database with it"
+    )
 
 
 def head() -> str:

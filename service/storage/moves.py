@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import func, update
 
-from service.domain.validation import LEASED, TERMINAL, EventType, State, sources
+from service.domain.validation import LEASED, TERMINAL, EventType, Outcome, State, sources
 from service.storage import ledger
 from service.storage.events import QUEUE_CHANNEL, notify, record
 from service.storage.session import Connection
@@ -27,9 +27,13 @@ async def move(
     *,
     attempt: int | None = None,
     origin: State | None = None,
+    outcome: Outcome | None = None,
     **values: Any,
 ) -> bool:
-    """Bring a validation to `target`; False where it is not in a state that may go there, or in another attempt."""
+    """Bring a validation to `target`; False where it is not in a state that may go there, or in another attempt.
+
+    `outcome` is what the ledger says of an attempt that ends with the move, by default what the event is called.
+    """
     allowed = [validations.c.id == validation_id, validations.c.state.in_([origin] if origin else sources(target))]
     if attempt is not None:
         # Held, too: an attempt that was given back keeps its number until the next claim, and is nobody's by then.
@@ -44,7 +48,7 @@ async def move(
     if row is None:
         return False
     if target not in LEASED:
-        await ledger.close_entry(connection, validation_id, event)
+        await ledger.close_entry(connection, validation_id, outcome or Outcome(event))
     await record(connection, [(validation_id, row.last_event_seq, event, data)])
     if target is State.QUEUED:
         await notify(connection, QUEUE_CHANNEL, {row.cluster})

@@ -19,9 +19,9 @@ from sqlalchemy.dialects.postgresql import INTERVAL
 from service.domain.cause import Cause
 from service.domain.validation import (
     LEASED,
-    MAX_ATTEMPTS,
     EventType,
     FailureDetail,
+    Outcome,
     State,
 )
 from service.storage import ledger
@@ -216,42 +216,13 @@ async def release(connection: Connection, validation_id: str, attempt: int, mess
     asked = select(validations.c.cancel_requested_at).where(validations.c.id == validation_id).with_for_update()
     if (await connection.execute(asked)).scalar_one_or_none() is not None:
         return await cancel(connection, validation_id, attempt)
-    return await _requeue(connection, validation_id, attempt, message)
+    return await requeue(connection, validation_id, attempt, message, Outcome.HANDED_BACK)
 
 
-async def requeue_expired(connection: Connection, *, cluster: str, max_attempts: int = MAX_ATTEMPTS) -> list[str]:
-    """Take validations from dispatchers that let their lease lapse; returns the ids that wait again.
-
-    One whose attempts are used up fails, one that somebody wanted cancelled is cancelled.
-    """
-    lapsed = (
-        select(validations)
-        .where(
-            validations.c.cluster == cluster,
-            validations.c.state.in_(LEASED),
-            validations.c.lease_expires_at < func.clock_timestamp(),
-        )
-        .order_by(validations.c.id)
-        .with_for_update(skip_locked=True)
-    )
-    rows = (await connection.execute(lapsed)).all()
-    return [row.id for row in rows if await _take_over(connection, row, max_attempts)]
-
-
-async def _take_over(connection: Connection, row: Row[Any], max_attempts: int) -> bool:
-    lost = f"dispatcher {row.dispatcher_id} let its lease on attempt {row.attempt} lapse"
-    if row.cancel_requested_at is not None:
-        leak = f"{lost}; its workers end by themselves once they miss their driver's heartbeat"
-        await cancel(connection, row.id, row.attempt, leak)
-        return False
-    if row.attempt >= max_attempts:
-        message = f"{lost}, the last of {max_attempts}; look at that dispatcher's log, then validate again"
-        await fail(connection, row.id, row.attempt, FailureDetail("attempts_exhausted", message))
-        return False
-    return await _requeue(connection, row.id, row.attempt, lost)
-
-
-async def _requeue(connection: Connection, validation_id: str, attempt: int, message: str) -> bool:
+async def requeue(
+    connection: Connection, validation_id: str, attempt: int, message: str, outcome: Outcome = Outcome.REQUEUED
+) -> bool:
+    """Let a held validation wait again, as it was before it was claimed; starting or running -> queued."""
     return await move(
         connection,
         validation_id,
@@ -259,6 +230,7 @@ async def _requeue(connection: Connection, validation_id: str, attempt: int, mes
         EventType.REQUEUED,
         {"attempt": attempt, "message": message},
         attempt=attempt,
+        outcome=outcome,
         dispatcher_id=None,
         started_at=None,
         fingerprint=None,
@@ -268,7 +240,12 @@ async def _requeue(connection: Connection, validation_id: str, attempt: int, mes
 
 def _lease_end(lease_s: float) -> ColumnElement[datetime]:
     # clock_timestamp and not now(): a transaction that waited for a lock must not hand out an aged lease.
-    return func.clock_timestamp() + cast(literal(f"{lease_s} seconds"), INTERVAL)
+    return func.clock_timestamp() + interval(lease_s)
+
+
+def interval(seconds: float) -> ColumnElement[Any]:
+    """A stretch of time in SQL."""
+    return cast(literal(f"{seconds} seconds"), INTERVAL)
 
 
 def _to_entry(row: Row[Any]) -> dict[str, Any]:

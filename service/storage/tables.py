@@ -177,7 +177,7 @@ attempts = Table(
     PrimaryKeyConstraint("validation_id", "attempt"),
     CheckConstraint("(ended_at IS NULL) = (outcome IS NULL)", name="ended_has_outcome"),
     CheckConstraint("ended_at >= claimed_at", name="ends_after_claim"),
-    CheckConstraint("outcome IN ('requeued', 'completed', 'failed', 'cancelled')", name="outcome"),
+    CheckConstraint("outcome IN ('requeued', 'handed_back', 'completed', 'failed', 'cancelled')", name="outcome"),
     Index("uq_attempts_open", "validation_id", unique=True, postgresql_where=text("ended_at IS NULL")),
 )
 """Who held what, from when to when. An exclusion constraint on the intervals would need the extension btree_gist; that

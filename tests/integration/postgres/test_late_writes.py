@@ -10,7 +10,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from service.domain.validation import EventType, FailureDetail, State
-from service.storage import events, ledger, queue, validations
+from service.storage import events, ledger, queue, reaping, validations
 from service.storage.session import Connection, Database
 from service.storage.tables import attempts, divergence, rank_steps, trace, trials
 from service.storage.tables import events as event_rows
@@ -40,7 +40,7 @@ async def _still_held(connection: Connection, validation_id: str) -> bool:
 
 async def _taken_over(connection: Connection, claim: queue.Claim, cluster: str) -> None:
     await _expire(connection, claim.id)
-    assert await queue.requeue_expired(connection, cluster=cluster) == [claim.id]
+    assert await reaping.requeue_expired(connection, cluster=cluster) == [claim.id]
     (again,) = await queue.claim(connection, cluster=cluster, dispatcher_id="d2", lease_s=60, limit=1)
     assert (again.id, again.attempt) == (claim.id, 2)
 
@@ -52,7 +52,7 @@ async def _taken_over_and_running(connection: Connection, claim: queue.Claim, cl
 
 async def _taken_over_by_the_same(connection: Connection, claim: queue.Claim, cluster: str) -> None:
     await _expire(connection, claim.id)
-    await queue.requeue_expired(connection, cluster=cluster)
+    await reaping.requeue_expired(connection, cluster=cluster)
     assert await queue.claim(connection, cluster=cluster, dispatcher_id="d1", lease_s=60, limit=1)
 
 

@@ -9,7 +9,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from service.domain.validation import FailureDetail, Validation
-from service.storage import ledger, queue, validations
+from service.storage import ledger, queue, reaping, validations
 from service.storage.ledger import Tenure
 from service.storage.session import Database
 from service.storage.tables import attempts
@@ -25,7 +25,7 @@ async def test_a_takeover_ends_one_entry_before_it_opens_the_next(database: Data
         assert await ledger.reserve(connection, claim.id, 1, ["n1", "n2"])
     await _expire(database, claim.id)
     async with database.transaction() as connection:
-        assert await queue.requeue_expired(connection, cluster="ledger-takeover") == [claim.id]
+        assert await reaping.requeue_expired(connection, cluster="ledger-takeover") == [claim.id]
     async with database.transaction() as connection:
         await queue.claim(connection, cluster="ledger-takeover", dispatcher_id="d2", lease_s=60, limit=1)
     first, second = await _entries(database, claim.id)
@@ -43,7 +43,8 @@ async def test_every_end_closes_the_entry_and_waiting_has_none(
     database: Database, hold: Hold, enqueue: Enqueue
 ) -> None:
     ends = {
-        "requeued": lambda c, i: queue.release(c, i, 1, "stops"),
+        "requeued": lambda c, i: reaping.lose(c, i, 1, "the driver process died"),
+        "handed_back": lambda c, i: queue.release(c, i, 1, "stops"),
         "failed": lambda c, i: queue.fail(c, i, 1, FailureDetail("x", "x")),
         "cancelled": lambda c, i: queue.cancel(c, i, 1),
     }

@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text, update
 
 from service.domain.cause import Cause
 from service.domain.validation import FailureDetail, State, Validation
-from service.storage import events, queue, validations
+from service.storage import events, queue, reaping, validations
 from service.storage.session import Database
 from service.storage.tables import divergence, rank_steps, trace, trials
 from service.storage.tables import validations as rows
@@ -196,6 +196,26 @@ async def test_attempts_are_limited(database: Database, hold: Hold) -> None:
     assert "d3" in failed.error.message
 
 
+async def test_a_stop_in_good_order_uses_up_no_attempt(database: Database, hold: Hold) -> None:
+    claim = await hold("rolling")
+    for attempt in range(1, 6):
+        async with database.transaction() as connection:
+            assert await queue.release(connection, claim.id, attempt, "stops")
+        (again,) = await _claim(database, "rolling")
+        assert again.attempt == attempt + 1
+    for attempt in (6, 7):
+        async with database.transaction() as connection:
+            assert await reaping.lose(connection, claim.id, attempt, "the driver process died")
+        await _claim(database, "rolling")
+    async with database.transaction() as connection:
+        assert not await reaping.lose(connection, claim.id, 7, "late")
+        assert await reaping.lose(connection, claim.id, 8, "the driver process died")
+    failed = await _get(database, claim.id)
+    assert failed.error is not None
+    assert failed.error.code == "attempts_exhausted"
+    assert "the driver process died, the last of 3 lost attempts" in failed.error.message
+
+
 async def test_a_wish_to_cancel_survives_a_lost_dispatcher(database: Database, hold: Hold) -> None:
     claim = await hold("wish", running=True)
     async with database.transaction() as connection:
@@ -285,7 +305,7 @@ async def _claim(
 
 async def _requeue(database: Database, cluster: str) -> list[str]:
     async with database.transaction() as connection:
-        return await queue.requeue_expired(connection, cluster=cluster)
+        return await reaping.requeue_expired(connection, cluster=cluster)
 
 
 async def _expire(database: Database, validation_id: str) -> None:
@@ -316,3 +336,34 @@ async def _num_rows(database: Database, validation_id: str) -> tuple[int, ...]:
         tables = (trials, rank_steps, divergence, trace)
         queries = [select(func.count()).where(table.c.validation_id == validation_id) for table in tables]
         return tuple([(await connection.execute(query)).scalar_one() for query in queries])
+
+
+async def test_what_nobody_takes_up_fails_after_a_bounded_wait(database: Database, enqueue: Enqueue) -> None:
+    old, young = await enqueue("expire"), await enqueue("expire")
+    foreign = await enqueue("expire-other")
+    await _age(database, old.id, foreign.id)
+    async with database.transaction() as connection:
+        assert await reaping.expire_waiting(connection, cluster="expire", wait_s=3000) == [old.id]
+    failed = await _get(database, old.id)
+    assert failed.error is not None
+    assert (failed.state, failed.error.code) == (State.FAILED, "queue_wait_expired")
+    assert "3000 s in the queue of cluster 'expire'" in failed.error.message
+    assert (await _event_types(database, old.id))[-1] == "failed"
+    assert [(await _get(database, each)).state for each in (young.id, foreign.id)] == [State.QUEUED] * 2
+
+
+async def test_what_was_given_back_begins_to_wait_anew(database: Database, hold: Hold) -> None:
+    claim = await hold("anew")
+    await _age(database, claim.id)
+    async with database.transaction() as connection:
+        assert await reaping.expire_waiting(connection, cluster="anew", wait_s=3000) == []  # held, not waiting
+        assert await queue.release(connection, claim.id, 1, "stopped")
+        assert await reaping.expire_waiting(connection, cluster="anew", wait_s=3000) == []
+        assert await reaping.expire_waiting(connection, cluster="anew", wait_s=0) == [claim.id]
+
+
+async def _age(database: Database, *ids: str) -> None:
+    """As if they had come an hour ago."""
+    hour = text("UPDATE validations SET created_at = created_at - interval '1 hour' WHERE id = ANY(:ids)")
+    async with database.transaction() as connection:
+        await connection.execute(hour, {"ids": list(ids)})

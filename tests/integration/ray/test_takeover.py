@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from service.domain.validation import State, Validation
 from service.settings import Settings
@@ -105,12 +106,54 @@ async def test_a_standby_takes_over_and_a_dispatcher_told_to_end_hands_back(
         assert await ledger.overlaps(connection) == []
     assert [(tenure.dispatcher_id, tenure.outcome) for tenure in tenures] == [
         ("one", "requeued"),
-        ("two", "requeued"),
+        ("two", "handed_back"),
         ("three", "completed"),
     ]
     assert all(tenure.nodes for tenure in tenures)
     kinds = [event.type for event in await client.history(validation_id)]
     assert (kinds.count("requeued"), kinds.count("completed")) == (2, 1)
+
+
+async def test_a_leader_that_is_stopped_is_followed_and_then_changes_nothing(
+    dispatchers: Dispatchers, client: Service
+) -> None:
+    dispatchers.start("one")
+    validation_id = await client.submit(WORK)
+    await client.step_reached(validation_id)
+    first = await client.get(validation_id)
+    dispatchers.start("two")
+    dispatchers.processes["one"].send_signal(signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    await client.wait(validation_id, lambda validation: validation.dispatcher_id != "one")
+    assert time.monotonic() - stopped_s < 2 * LEASE_S
+    done = await client.wait(validation_id)
+    assert (done.state, done.attempt, done.dispatcher_id) == (State.COMPLETED, 2, "two")
+    # Its driver was never told; the successor's took its ranks away.
+    assert not any(map(alive, rank_pids(first)))
+    dispatchers.processes["one"].send_signal(signal.SIGCONT)
+    later = await client.wait(await client.submit(WORK | {"steps": 1}))
+    assert (later.state, later.dispatcher_id) == (State.COMPLETED, "two")
+    assert await client.get(validation_id) == done
+    for name in ("one", "two"):
+        assert await asyncio.to_thread(dispatchers.end, name, signal.SIGTERM) == 0
+    await until_free()
+
+
+async def test_a_dispatcher_refuses_a_database_of_a_newer_version(
+    dispatchers: Dispatchers, database: Database, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with database.transaction() as connection:
+        current = await connection.scalar(text("SELECT version_num FROM alembic_version"))
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    try:
+        dispatchers.start("old")
+        assert await asyncio.to_thread(dispatchers.processes["old"].wait, STOPS_WITHIN_S) not in (0, None)
+    finally:
+        async with database.transaction() as connection:
+            await connection.execute(text("UPDATE alembic_version SET version_num = :current"), {"current": current})
+    said = capfd.readouterr()
+    assert "schema is at revision 9999, which this version does not know" in said.err + said.out
+    assert "Traceback" not in said.err
 
 
 def _runs(validation: Validation, attempt: int) -> bool:

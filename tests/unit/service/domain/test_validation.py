@@ -9,9 +9,9 @@ import pytest
 from service.domain.errors import IllegalMove
 from service.domain.validation import LEASED, TERMINAL, State, check_move, new_validation_id, sources
 
-# Written out once more, from the design: queued -> starting -> running -> an end, and back when taken over.
+# Written out once more: queued -> starting -> running -> an end, back when taken over, failed when nobody comes.
 ALLOWED = {
-    ("queued", "starting"), ("queued", "cancelled"),
+    ("queued", "starting"), ("queued", "failed"), ("queued", "cancelled"),
     ("starting", "running"), ("starting", "queued"), ("starting", "failed"), ("starting", "cancelled"),
     ("running", "completed"), ("running", "queued"), ("running", "failed"), ("running", "cancelled"),
 }  # fmt: skip
