@@ -6,19 +6,22 @@ from collections.abc import Collection
 
 import psutil
 
-from .conftest import FREED_WITHIN_S, eventually
+from .conftest import FREED_WITHIN_S, alive, eventually
 
 GANG_TITLES = ("ray::RankActor", "ray::RayTrainWorker", "ray::Mailbox")
 
 
 def gang_processes() -> list[psutil.Process]:
-    """Every process on this machine that a gang's actor runs in."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        command = " ".join(process.info["cmdline"] or ())
-        if command.startswith(GANG_TITLES) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
+    """Every process that a gang's actor runs in, below a Ray that this process started: others may test here, too."""
+    return [process for process in psutil.Process().children(recursive=True) if _runs_a_rank(process)]
+
+
+def _runs_a_rank(process: psutil.Process) -> bool:
+    try:
+        title = " ".join(process.cmdline())
+        return title.startswith(GANG_TITLES) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def groups_left() -> list[str]:
@@ -46,7 +49,7 @@ async def nothing_left(pids: Collection[int] = ()) -> None:
 
     def left() -> str | None:
         running = {process.pid for process in gang_processes()}
-        running |= {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+        running |= {pid for pid in pids if alive(pid)}
         if not running and not held() and not groups_left():
             return None
         return f"processes {sorted(running)}, resources {held()}, placement groups {groups_left()}"
