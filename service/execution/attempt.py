@@ -16,6 +16,7 @@ from service import telemetry
 from service.domain.cause import unknown
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer
+from service.execution.completion import complete
 from service.execution.failure import deadline_detail
 from service.execution.gang import Gang, GangShape, Reservation, release_group, remove_group, start_ranks
 from service.execution.messages import (
@@ -69,7 +70,7 @@ class Workplace:
 
 
 class Attempt:
-    """Runs one `Start`. `cancel` may be called at any time; `run` never raises."""
+    """Runs one `Start`. Its task may be cancelled at any time, more than once too."""
 
     def __init__(self, start: Start, workplace: Workplace) -> None:
         self._start = start
@@ -103,8 +104,8 @@ class Attempt:
             _log.exception("an attempt broke")
             message = f"the driver could not run this attempt: {type(error).__name__}: {error}"
             ending = self._fail(FailureDetail("driver_error", message))
-        # Shielded: a cancel that comes now must not keep the final message from being sent.
-        await asyncio.shield(asyncio.create_task(ending))
+        # A cancel that comes now must not keep the final message from being sent.
+        await complete(ending)
 
     async def _work_through(self) -> None:
         start = self._start
@@ -209,7 +210,7 @@ class Attempt:
         try:
             return start_ranks(reservation, self._work.beacons)
         except BaseException:
-            await release_group(reservation.group)
+            await complete(release_group(reservation.group))
             raise
 
     async def _form_by_train(
@@ -217,9 +218,9 @@ class Attempt:
     ) -> TrainGang:
         key = self._start.key
         name = f"gradgate-{key.validation_id}-{key.attempt}"
-        gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.train_site)
-        self._gang = gang
-        async with self._work.pool.kept_empty():
+        async with self._work.pool.kept_empty(shape.world_size):
+            gang = TrainGang(name, shape, nodes, plan, self._work.beacons, self._work.train_site)
+            self._gang = gang
             await gang.join()
         self._say_reserved(shape, tuple(sorted(set(gang.node_names.values()))), warm=False)
         return gang

@@ -28,6 +28,8 @@ class Watch:
     token: bytes
     positions: dict[int, Position] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)
+    """Ranks whose line ever came up; of the others only Ray knows whether they run."""
     on_loss: Callable[[int], None] | None = None
     """Called once per rank whose line broke; the kernel closes a dead process's line within milliseconds."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -35,7 +37,7 @@ class Watch:
     _writers: dict[int, asyncio.StreamWriter] = field(default_factory=dict)
 
     async def wait_until_gone(self, timeout_s: float) -> bool:
-        """Whether every line broke within `timeout_s`, that is, whether every rank's process ended."""
+        """Whether every line broke within `timeout_s`, that is, whether every rank that was heard ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.connected:
@@ -114,6 +116,7 @@ class BeaconServer:
 async def _follow(watch: Watch, world_rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     watch._writers[world_rank] = writer
     watch.connected.add(world_rank)
+    watch.heard.add(world_rank)
     watch.changed.set()
     try:
         while (frame := await reader.readexactly(FRAME.size)) != GOODBYE:

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service.domain.validation import FailureDetail
 from service.execution.beacon import BeaconServer, Watch
+from service.execution.ending import until_ended
 from service.execution.failure import OWN_GRACE_S, Death, Symptom, Whereabouts, first_cause
 from service.execution.messages import NodeCapacity, Placement
 from service.execution.outbox import GangFailure, OnReports, Outbox
@@ -173,29 +174,35 @@ class Gang:
 
     async def kill(self) -> str | None:
         """End every rank and give the resources back; what is left after a bounded wait, in words, or None."""
-        self.watch.on_loss = None
-        await asyncio.to_thread(self._kill_actors)
+        unheard = await self._end_ranks()
         leak = await release_group(self._group)
-        return await self._see_off() or leak
+        return await self._see_off(unheard) or leak
 
     async def vacate(self) -> Reservation:
         """End every rank and keep the resources, for other ranks. Raises GangFailure where one does not end."""
-        self.watch.on_loss = None
-        await asyncio.to_thread(self._kill_actors)
-        if (leak := await self._see_off()) is not None:
+        unheard = await self._end_ranks()
+        if (leak := await self._see_off(unheard)) is not None:
             raise GangFailure(FailureDetail("gang_not_ended", leak))
         return Reservation(self.name, self.shape, self._group)
 
-    async def _see_off(self) -> str | None:
-        gone = await self.watch.wait_until_gone(TEARDOWN_S)
-        left = sorted(self.watch.connected)
-        self._beacons.forget(self.watch)
-        return None if gone else f"{self.name}: the processes of ranks {left} have not ended"
+    async def _end_ranks(self) -> dict[int, Any]:
+        """Kill every actor; those whose line never came up, by world_rank."""
+        self.watch.on_loss = None
+        actors, self._actors = self._actors, []
+        unheard = {r: actor for r, actor in enumerate(actors) if r not in self.watch.heard}
+        await asyncio.to_thread(_kill, actors)
+        return unheard
 
-    def _kill_actors(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        self._actors.clear()
+    async def _see_off(self, unheard: Mapping[int, Any]) -> str | None:
+        ends = {r: asyncio.create_task(until_ended(actor)) for r, actor in unheard.items()}
+        if ends:
+            await asyncio.wait(ends.values(), timeout=TEARDOWN_S)
+        gone = await self.watch.wait_until_gone(TEARDOWN_S)
+        left = self.watch.connected | {r for r, end in ends.items() if not end.done() or end.exception()}
+        for end in ends.values():
+            end.cancel()
+        self._beacons.forget(self.watch)
+        return None if gone and not left else f"{self.name}: the processes of ranks {sorted(left)} have not ended"
 
     async def _ask_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         asked = [asyncio.create_task(self._ask(r, method, arguments[r])) for r in range(len(self._actors))]
@@ -278,6 +285,11 @@ def start_ranks(reservation: Reservation, beacons: BeaconServer, bundles: Sequen
         for world_rank in range(shape.world_size)
     ]
     return Gang(reservation, actors, watch, beacons)
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
 
 
 def first_line(error: BaseException) -> str:
