@@ -96,6 +96,3 @@ class DriverChild:
             self._loop.call_soon_threadsafe(self.ended.set)
         except RuntimeError:
             pass  # the event loop closed before the child did
-
-    def _hear(self, message: FromDriver) -> None:
-        self._on_message(message)
