@@ -9,12 +9,10 @@ import os
 import re
 
 from alembic import context
-from alembic.runtime.migration import MigrationContext
 from alembic.util import CommandError
-from sqlalchemy import Connection, NullPool, create_engine, text
+from sqlalchemy import NullPool, create_engine, text
 
-from service.domain.errors import NewerSchemaError
-from service.storage.migration import newer_schema
+from service.storage.migration import refuse_newer
 from service.storage.session import sqlalchemy_url
 from service.storage.tables import metadata
 
@@ -27,12 +25,6 @@ def _url() -> str:
     if not url:
         raise CommandError("no database to migrate; set GRADGATE_DATABASE_URL, or use `gradgate migrate`")
     return url
-
-
-def _refuse_newer(connection: Connection) -> None:
-    known = {script.revision for script in context.script.walk_revisions()}
-    if unknown := set(MigrationContext.configure(connection).get_current_heads()) - known:
-        raise NewerSchemaError(newer_schema(unknown, context.script.get_current_head()))
 
 
 def _is_ours(name: str | None, kind: str, parents: object) -> bool:
@@ -50,7 +42,7 @@ def run() -> None:
     engine = create_engine(sqlalchemy_url(_url()), poolclass=NullPool)
     with engine.begin() as connection:
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
-        _refuse_newer(connection)
+        refuse_newer(connection)
         context.configure(connection=connection, target_metadata=metadata, include_name=_is_ours)
         context.run_migrations()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from alembic import op
 
+from migrations.ended import ended_rows_may_change
+
 revision = "0009"
 down_revision = "0008"
 branch_labels = None
@@ -21,9 +23,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    # What has ended refuses to change; the rule must yield while the older version's word is put in.
     op.execute(DROP)
-    op.execute("ALTER TABLE attempts DISABLE TRIGGER attempts_ended")
-    op.execute("UPDATE attempts SET outcome = 'requeued' WHERE outcome = 'handed_back'")
-    op.execute("ALTER TABLE attempts ENABLE TRIGGER attempts_ended")
+    with ended_rows_may_change():
+        op.execute("UPDATE attempts SET outcome = 'requeued' WHERE outcome = 'handed_back'")
     op.execute(CHECK.format(BEFORE))

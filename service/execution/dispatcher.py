@@ -82,7 +82,7 @@ async def _lead(settings: Settings, database: Database) -> Leadership:
     try:
         with patience("read the schema's revision"):
             async with database.read() as connection:
-                await migration.refuse_newer(connection)
+                await connection.run_sync(migration.refuse_newer)
     except BaseException:
         await leadership.close()
         raise

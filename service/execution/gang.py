@@ -8,7 +8,6 @@ to a thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,10 +78,14 @@ def request_group(name: str, shape: GangShape, nodes: Sequence[NodeCapacity]) ->
     return Reservation(name, shape, group)
 
 
-def remove_group(name: str) -> None:
-    """Remove a placement group by its name, should it still exist. Blocks."""
-    with contextlib.suppress(ValueError):
-        remove_placement_group(get_placement_group(name))
+def remove_group(name: str) -> bool:
+    """Remove a placement group of this namespace by its name; False where there is none. Blocks."""
+    try:
+        group = get_placement_group(name)
+    except ValueError:
+        return False
+    remove_placement_group(group)
+    return True
 
 
 def group_state(group: PlacementGroup) -> str:

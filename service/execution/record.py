@@ -285,7 +285,7 @@ class Record:
         if self.cancel_requested:
             return await queue.cancel(connection, validation_id, attempt, f"{end.message}; its ranks end by themselves")
         if end.lost:
-            return await reaping.lose(connection, validation_id, attempt, end.message)
+            return await reaping.lose(connection, validation_id, attempt, end.message) is not None
         return await queue.release(connection, validation_id, attempt, end.message)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 import ray
-from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 
+from service.execution.gang import remove_group
 from service.execution.messages import WorkKey
 
 PREFIX = "gradgate:"
@@ -35,18 +36,10 @@ def remove_strangers(held: Set[WorkKey]) -> list[str]:
         if entry["state"] != "REMOVED" and _job_number(entry["placement_group_id"][-_JOB_DIGITS:]) < own_job
     ]
     names = {group_name(key.validation_id, key.attempt) for key in held}
-    return [name for name in found if name.startswith(PREFIX) and name not in names and _remove(name)]
+    # One that is not removed is of another cluster's namespace, or gone by itself.
+    return [name for name in found if name.startswith(PREFIX) and name not in names and remove_group(name)]
 
 
 def _job_number(job_id: str) -> int:
     """Jobs are numbered in the order in which they came; ids of what they made end with their own."""
     return int.from_bytes(bytes.fromhex(job_id), "little")
-
-
-def _remove(name: str) -> bool:
-    try:
-        group = get_placement_group(name)
-    except ValueError:  # of another cluster's namespace, or gone by itself
-        return False
-    remove_placement_group(group)
-    return True

@@ -101,10 +101,9 @@ async def close_entry(connection: Connection, validation_id: str, outcome: Outco
 
 async def of_validation(connection: Connection, validation_id: str) -> tuple[Tenure, ...]:
     """All attempts of a validation, oldest first."""
-    query = select(attempts).where(attempts.c.validation_id == validation_id).order_by(attempts.c.attempt)
-    rows = await _rows(connection, query)
-    names = [field.name for field in fields(Tenure)]
-    return tuple(Tenure(**{name: row[name] for name in names} | {"nodes": tuple(row["nodes"])}) for row in rows)
+    columns = [attempts.c[field.name] for field in fields(Tenure)]
+    query = select(*columns).where(attempts.c.validation_id == validation_id).order_by(attempts.c.attempt)
+    return tuple(Tenure(**row | {"nodes": tuple(row["nodes"])}) for row in await _rows(connection, query))
 
 
 async def overlaps(connection: Connection) -> list[tuple[str, int, int]]:

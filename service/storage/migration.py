@@ -6,7 +6,6 @@ Synchronous, for a command or a start-up step; an API process only asks `is_curr
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -43,19 +42,14 @@ async def is_current(connection: Connection) -> bool:
     return await connection.run_sync(_revisions) == {head()}
 
 
-async def refuse_newer(connection: Connection) -> None:
+def refuse_newer(connection: SyncConnection) -> None:
     """Raise NewerSchemaError where a newer version has migrated the database."""
     known = {script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions()}
-    if unknown := await connection.run_sync(_revisions) - known:
-        raise NewerSchemaError(newer_schema(unknown, head()))
-
-
-def newer_schema(unknown: Iterable[str], newest: str | None) -> str:
-    """What to say of a database at revisions that this version does not know."""
-    return (
-        f"the database's schema is at revision {', '.join(sorted(unknown))}, which this version does not know; it "
-        f"knows up to {newest}. A newer version migrated it: run that version, or downgrade the database with it"
-    )
+    if unknown := _revisions(connection) - known:
+        raise NewerSchemaError(
+            f"the database's schema is at revision {', '.join(sorted(unknown))}, which this version does not know; it "
+            f"knows up to {head()}. A newer version migrated it: run that version, or downgrade the database with it"
+        )
 
 
 def head() -> str:

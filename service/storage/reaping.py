@@ -16,7 +16,7 @@ from service.storage.session import Connection
 from service.storage.tables import attempts, validations
 
 
-async def requeue_expired(connection: Connection, *, cluster: str, max_attempts: int = MAX_ATTEMPTS) -> list[str]:
+async def requeue_expired(connection: Connection, *, cluster: str) -> list[str]:
     """Take validations from dispatchers that let their lease lapse; returns the ids that wait again.
 
     One whose attempts are used up fails, one that somebody wanted cancelled is cancelled.
@@ -32,7 +32,7 @@ async def requeue_expired(connection: Connection, *, cluster: str, max_attempts:
         .with_for_update(skip_locked=True)
     )
     rows = (await connection.execute(lapsed)).all()
-    return [row.id for row in rows if await _take_over(connection, row, max_attempts)]
+    return [row.id for row in rows if await _take_over(connection, row)]
 
 
 async def expire_waiting(connection: Connection, *, cluster: str, wait_s: float) -> list[str]:
@@ -82,35 +82,24 @@ async def _fail_waiting(connection: Connection, validation_id: str, detail: Fail
     )
 
 
-async def _take_over(connection: Connection, row: Row[Any], max_attempts: int) -> bool:
+async def _take_over(connection: Connection, row: Row[Any]) -> bool:
     lost = f"dispatcher {row.dispatcher_id} let its lease on attempt {row.attempt} lapse"
     if row.cancel_requested_at is not None:
         leak = f"{lost}; its workers end by themselves once they miss their driver's heartbeat"
         await cancel(connection, row.id, row.attempt, leak)
         return False
-    if await is_last(connection, row.id, max_attempts):
-        await fail(connection, row.id, row.attempt, exhausted(lost, max_attempts))
-        return False
-    return await requeue(connection, row.id, row.attempt, lost)
+    return await lose(connection, row.id, row.attempt, lost) is State.QUEUED
 
 
-async def lose(connection: Connection, validation_id: str, attempt: int, why: str) -> bool:
+async def lose(connection: Connection, validation_id: str, attempt: int, why: str) -> State | None:
     """A held attempt came to nothing: it waits again, or fails where that was the last one it may lose.
 
-    False, and nothing changed, where it is not held in that attempt.
+    Returns the state it is in then; None, and nothing changed, where it is not held in that attempt. Attempts that were
+    handed back do not count.
     """
-    if await is_last(connection, validation_id, MAX_ATTEMPTS):
-        return await fail(connection, validation_id, attempt, exhausted(why, MAX_ATTEMPTS))
-    return await requeue(connection, validation_id, attempt, why)
-
-
-async def is_last(connection: Connection, validation_id: str, max_attempts: int) -> bool:
-    """Whether a validation whose attempt is lost now has used up its attempts. Those handed back do not count."""
     lost = select(func.count()).where(attempts.c.validation_id == validation_id, attempts.c.outcome == Outcome.REQUEUED)
-    return int(await connection.scalar(lost) or 0) + 1 >= max_attempts
-
-
-def exhausted(why: str, max_attempts: int) -> FailureDetail:
-    """The error of a validation that lost all its attempts."""
-    message = f"{why}, the last of {max_attempts} lost attempts; look at the dispatcher's log, then validate again"
-    return FailureDetail("attempts_exhausted", message)
+    if int(await connection.scalar(lost) or 0) + 1 < MAX_ATTEMPTS:
+        return State.QUEUED if await requeue(connection, validation_id, attempt, why) else None
+    message = f"{why}, the last of {MAX_ATTEMPTS} lost attempts; look at the dispatcher's log, then validate again"
+    detail = FailureDetail("attempts_exhausted", message)
+    return State.FAILED if await fail(connection, validation_id, attempt, detail) else None
