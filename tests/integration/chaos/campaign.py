@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import psycopg
+from sqlalchemy.exc import SQLAlchemyError
 
 from .faults import draw_faults
 from .invariants import Witness, settle
@@ -45,7 +46,7 @@ def run(seed: int, num_faults: int, tell: Callable[[str], None]) -> Outcome:
             stack.mend()
             stack.wait_ready()
             _strike_all(stack, rng, num_faults, outcome, tell)
-        except (AssertionError, psycopg.Error, httpx.HTTPError) as error:
+        except (AssertionError, psycopg.Error, SQLAlchemyError, httpx.HTTPError) as error:
             outcome.complaints.append(f"{type(error).__name__}: {error}")
         outcome.complaints += stack.stop()
         if outcome.complaints:

@@ -21,11 +21,6 @@ ENDS = (
     "last_event_seq, request->'drill'->>'fault' AS drill, cancel_requested_at IS NOT NULL AS wished "
     "FROM validations WHERE finished_at IS NOT NULL ORDER BY id"
 )
-OVERLAPS = (
-    "SELECT one.validation_id, one.attempt, other.attempt AS later FROM attempts one JOIN attempts other "
-    "ON one.validation_id = other.validation_id AND one.attempt < other.attempt "
-    "WHERE (one.ended_at IS NULL OR one.ended_at > other.claimed_at)"
-)
 RESULTS = (
     "SELECT v.id, v.state, count(e.seq) AS num_ends, max(e.type) AS type, "
     "(SELECT count(*) FROM trials t WHERE t.validation_id = v.id) AS num_trials, "
@@ -65,7 +60,7 @@ class Witness:
         for end in stack.query(ENDS):
             if (before := self.ends.setdefault(end["id"], end)) != end:
                 complaints.append(f"{end['id']} had ended and changed: {before} became {end}")
-        complaints += [f"attempts overlap: {row}" for row in stack.query(OVERLAPS)]
+        complaints += [f"attempts overlap: {row}" for row in stack.overlaps()]
         return complaints + self._results(stack)
 
     def _results(self, stack: Stack) -> list[str]:

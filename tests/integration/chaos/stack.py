@@ -5,7 +5,9 @@ Processes carry a mark in their environment, so that whatever they leave behind 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -21,10 +23,11 @@ from typing import Any
 import httpx
 import psutil
 import psycopg
+from psycopg.rows import dict_row
 
 from service.home import choose_free_port
-from service.storage import migration
-from service.storage.session import conninfo
+from service.storage import ledger, migration
+from service.storage.session import Database, conninfo
 from tests.stoppable import Server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,10 +113,12 @@ class Stack:
 
     def query(self, statement: str, **values: Any) -> list[dict[str, Any]]:
         """Rows of the database, on a connection of its own."""
-        from psycopg.rows import dict_row
-
         with psycopg.connect(conninfo(self.database.url), row_factory=dict_row) as connection:
             return connection.execute(statement, values).fetchall()
+
+    def overlaps(self) -> list[tuple[str, int, int]]:
+        """Attempts that the ledger says were held at the same time."""
+        return asyncio.run(_overlaps(self.database.url))
 
     def drivers(self, name: str) -> list[psutil.Process]:
         """A dispatcher's driver child."""
@@ -147,8 +152,6 @@ class Stack:
 
     def look_at_ray(self) -> dict[str, Any]:
         """Total and free CPUs and the names of our placement groups, as a passing driver sees them."""
-        import json
-
         command = [sys.executable, "-c", _LOOK, self.ray.address]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         if done.returncode:
@@ -209,6 +212,15 @@ def running() -> Iterator[Stack]:
                 process.kill()
         stack.database.stop()
         shutil.rmtree(home, ignore_errors=True)
+
+
+async def _overlaps(url: str) -> list[tuple[str, int, int]]:
+    database = Database(url)
+    try:
+        async with database.read() as connection:
+            return await ledger.overlaps(connection)
+    finally:
+        await database.close()
 
 
 def _node(name: str, num_cpus: int) -> dict[str, Any]:

@@ -124,8 +124,12 @@ class Service:
 
     async def step_reached(self, validation_id: str, num_steps: int = 1) -> None:
         """Wait until the gang is at work."""
+        await self.happened(validation_id, "step", num_steps)
+
+    async def happened(self, validation_id: str, kind: str, num_times: int = 1) -> None:
+        """Wait until an event of this kind is stored, or so many."""
         async with asyncio.timeout(120), self.hub.subscribe(validation_id) as subscription:
-            while sum(event.type == "step" for event in await self.history(validation_id)) < num_steps:
+            while sum(event.type == kind for event in await self.history(validation_id)) < num_times:
                 await subscription.wait(1.0)
 
 

@@ -54,7 +54,7 @@ async def _reserving(server: Server, service: Service, monkeypatch: pytest.Monke
     others = ray.util.placement_group([{"CPU": NUM_CPUS}])
     await asyncio.to_thread(ray.get, others.ready())
     validation_id = await service.submit(WORK)
-    await _happened(service, validation_id, "claimed")
+    await service.happened(validation_id, "claimed")
     await asyncio.to_thread(server.stop)
     await asyncio.sleep(AWAY_S)
     ray.util.remove_placement_group(others)
@@ -65,7 +65,7 @@ async def _reserving(server: Server, service: Service, monkeypatch: pytest.Monke
 async def _forming(server: Server, service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     """Gone when the attempt has its room; cold ranks take seconds to start."""
     validation_id = await service.submit(WORK)
-    await _happened(service, validation_id, "reserved")
+    await service.happened(validation_id, "reserved")
     await asyncio.to_thread(server.stop)
     await asyncio.sleep(AWAY_S)
     yield validation_id
@@ -109,9 +109,3 @@ async def test_an_attempt_outlives_its_database_in_every_phase(
                 (entry,) = await ledger.of_validation(connection, validation_id)
                 assert await ledger.overlaps(connection) == []
             assert (entry.outcome, len(entry.nodes)) == ("completed", 1)
-
-
-async def _happened(service: Service, validation_id: str, kind: str) -> None:
-    async with asyncio.timeout(120), service.hub.subscribe(validation_id) as subscription:
-        while kind not in [event.type for event in await service.history(validation_id)]:
-            await subscription.wait(0.2)

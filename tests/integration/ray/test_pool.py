@@ -46,9 +46,7 @@ async def acquire(pool: Pool, num_ranks: int, name: str) -> Gang | Reservation:
 
 
 async def a_gang(pool: Pool, beacons: BeaconServer, num_ranks: int, name: str) -> Gang:
-    held = await acquire(pool, num_ranks, name)
-    assert isinstance(held, Reservation)
-    gang = start_ranks(held, beacons)
+    gang = start_ranks(await room_for(pool, num_ranks, name), beacons)
     await gang.join({})
     return gang
 
@@ -91,8 +89,7 @@ async def test_a_cancelled_request_does_not_stop_the_gangs_it_made_leave(pool: P
 
 
 async def test_a_gang_is_gone_only_when_ranks_that_never_spoke_have_ended(beacons: BeaconServer, pool: Pool) -> None:
-    held = await acquire(pool, 2, "deaf")
-    assert isinstance(held, Reservation)
+    held = await room_for(pool, 2, "deaf")
     with socket.create_server((beacons._host, 0)) as deaf:  # takes their lines and never listens
         real, beacons._port = beacons._port, deaf.getsockname()[1]
         gang = start_ranks(held, beacons)

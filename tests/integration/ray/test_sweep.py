@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from service.storage import queue
+from service.domain.validation import new_validation_id
+from service.storage import queue, validations
 from service.storage.session import Database
 
 from .conftest import NUM_CPUS, ROOT, Service, eventually, free_cpus, serve, until_free
@@ -73,9 +74,6 @@ async def test_a_new_leader_removes_what_nobody_holds_and_nothing_else(
 
 async def _claim(postgres_url: str, database: Database) -> str:
     """A validation that another dispatcher holds."""
-    from service.domain.validation import new_validation_id
-    from service.storage import validations
-
     request = {"mesh": {"dp": 2, "pp": 1}, "probes": ["exact"], "orderings": ["fixed"], "steps": 1, "device": "cpu"}
     async with database.transaction() as connection:
         stored, _ = await validations.insert(

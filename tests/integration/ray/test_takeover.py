@@ -74,15 +74,22 @@ async def client(postgres_url: str, database: Database, tmp_path: Path) -> Async
         yield Service(database, hub, Settings(home=tmp_path, database_url=postgres_url, cluster=CLUSTER))
 
 
-async def test_a_standby_takes_over_and_a_dispatcher_told_to_end_hands_back(
-    dispatchers: Dispatchers, client: Service
-) -> None:
+async def _run_by_one_with_two_behind(dispatchers: Dispatchers, client: Service) -> Validation:
+    """A validation at work under dispatcher one, with two as its standby."""
     dispatchers.start("one")
     validation_id = await client.submit(WORK)
     await client.step_reached(validation_id)
-    first = await client.get(validation_id)
-    assert first.dispatcher_id == "one"
+    running = await client.get(validation_id)
+    assert running.dispatcher_id == "one"
     dispatchers.start("two")
+    return running
+
+
+async def test_a_standby_takes_over_and_a_dispatcher_told_to_end_hands_back(
+    dispatchers: Dispatchers, client: Service
+) -> None:
+    first = await _run_by_one_with_two_behind(dispatchers, client)
+    validation_id = first.id
 
     dispatchers.end("one", signal.SIGKILL)
     killed_s = time.monotonic()
@@ -117,11 +124,8 @@ async def test_a_standby_takes_over_and_a_dispatcher_told_to_end_hands_back(
 async def test_a_leader_that_is_stopped_is_followed_and_then_changes_nothing(
     dispatchers: Dispatchers, client: Service
 ) -> None:
-    dispatchers.start("one")
-    validation_id = await client.submit(WORK)
-    await client.step_reached(validation_id)
-    first = await client.get(validation_id)
-    dispatchers.start("two")
+    first = await _run_by_one_with_two_behind(dispatchers, client)
+    validation_id = first.id
     dispatchers.processes["one"].send_signal(signal.SIGSTOP)
     stopped_s = time.monotonic()
     await client.wait(validation_id, lambda validation: validation.dispatcher_id != "one")
